@@ -1,0 +1,56 @@
+"""One exception tree: every error that gcsolve raises on purpose is a `GcsolveError`."""
+
+from __future__ import annotations
+
+
+class GcsolveError(Exception):
+    """Root of every error gcsolve raises on purpose."""
+
+
+class ArgumentError(GcsolveError, ValueError):
+    """An argument has a value that cannot be used; the text names the argument, the value and what is accepted."""
+
+
+class TraceError(GcsolveError):
+    """The model could not be traced to a joint forward and backward graph."""
+
+
+class InvalidGraph(GcsolveError, ValueError):
+    """A `Graph` or `Problem` breaks one of its own rules."""
+
+
+class InvalidSchedule(GcsolveError):
+    """A schedule reads a value that is not live, frees one that is not, or leaves an op out."""
+
+
+class MissingBackend(GcsolveError, ImportError):
+    """An optional library is needed and not installed; the text gives the command that installs it."""
+
+
+class CallError(GcsolveError):
+    """A planned module was called in a way that it cannot serve exactly."""
+
+
+class InfeasibleBudget(GcsolveError):
+    """No plan of the searched class fits the budget.
+
+    Attributes: `budget_bytes` asked for; `least_bytes` the least peak that a plan reaches (None if not known);
+    `op`, `module`, `source`: the op at which that peak stands, its module path and the user's source line.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        least_bytes: int | None = None,
+        op: str = "",
+        module: str = "",
+        source: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+        self.op = op
+        self.module = module
+        self.source = source

@@ -1,0 +1,100 @@
+"""The contract every solver keeps: a frozen settings value with `solve(problem, time_limit_s, gap) -> Solution`."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+from gcsolve.problem import Problem
+from gcsolve.schedule import Schedule
+from gcsolve.simulate import simulate
+
+
+class Status(enum.Enum):
+    """How a solve ended; the value says what to try."""
+
+    OPTIMAL = "optimal: within the asked gap of the bound; nothing to try"
+    FEASIBLE = "feasible: fits the budget, not proven optimal; raise time_limit_s for a proof"
+    OVER_BUDGET = "over budget: the least peak this method reaches is above the budget; raise the budget or change solver"
+    INFEASIBLE = "infeasible: proven that no schedule of this class fits; raise the budget to least_bytes"
+    TIME_LIMIT = "time limit: no plan found in time; raise time_limit_s"
+
+
+ANY_SCHEDULE = "any schedule in this op order, however often it recomputes"
+ONE_RERUN = "any schedule in this op order that reruns each value at most once"
+NO_BOUND = "none: this method proves nothing"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver answers.
+
+    `schedule` is None only for INFEASIBLE and TIME_LIMIT. `overhead`: extra cost / cost of running each node once.
+    `lower_bound`: no schedule of the class `certificate` has a smaller overhead. `any_bound`: the like for any schedule
+    in this op order (0.0 when nothing better is proven). `gap`: (T_plan - T_bound) / T_plan over total cost.
+    `least_bytes`: for INFEASIBLE and OVER_BUDGET, the least peak known to be reachable by this method; `least_node`
+    sets it.
+    """
+
+    solver: str
+    status: Status
+    schedule: Schedule | None
+    overhead: float
+    lower_bound: float
+    certificate: str
+    any_bound: float
+    gap: float
+    peak_bytes: int
+    solve_s: float
+    least_bytes: int | None = None
+    least_node: int | None = None
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """One method. `name` is its registry key; fields of the implementing frozen dataclass are its settings."""
+
+    name: ClassVar[str]
+
+    def solve(self, problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.005) -> Solution:
+        """The method's best schedule for `problem`; never raises for a budget that it cannot meet."""
+        ...
+
+
+def judged(
+    solver: str,
+    problem: Problem,
+    schedule: Schedule,
+    *,
+    solve_s: float,
+    gap: float,
+    lower_bound: float = 0.0,
+    certificate: str = NO_BOUND,
+    any_bound: float = 0.0,
+) -> Solution:
+    """A `Solution` whose peak, overhead, gap and status come from the simulator, never from the solver's own word."""
+    replay = simulate(problem, schedule)
+    reached = (replay.overhead - lower_bound) / (1.0 + replay.overhead)
+    if replay.peak_bytes > problem.budget_bytes:
+        status = Status.OVER_BUDGET
+    elif replay.overhead == 0.0 or (certificate != NO_BOUND and reached <= gap):
+        status = Status.OPTIMAL
+    else:
+        status = Status.FEASIBLE
+    over = status is Status.OVER_BUDGET
+    computes = [a for a in schedule.actions[: replay.peak_action + 1] if hasattr(a, "node")]
+    return Solution(
+        solver=solver,
+        status=status,
+        schedule=schedule,
+        overhead=replay.overhead,
+        lower_bound=min(lower_bound, replay.overhead),
+        certificate=certificate,
+        any_bound=min(any_bound, replay.overhead),
+        gap=max(0.0, reached),
+        peak_bytes=replay.peak_bytes,
+        solve_s=solve_s,
+        least_bytes=replay.peak_bytes if over else None,
+        least_node=computes[-1].node if over and computes else None,  # type: ignore[union-attr]
+    )

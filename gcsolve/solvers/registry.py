@@ -1,0 +1,32 @@
+"""name -> solver. A solver is registered by one line here; a test checks that every solver file has one."""
+
+from __future__ import annotations
+
+from gcsolve.errors import ArgumentError
+from gcsolve.solvers.base import Solver
+from gcsolve.solvers.store_all import StoreAll
+
+_SOLVERS: tuple[Solver, ...] = (StoreAll(),)
+SOLVERS: dict[str, Solver] = {s.name: s for s in _SOLVERS}
+
+
+def solvers() -> tuple[str, ...]:
+    """Names that `solver=` accepts."""
+    return ("auto", *SOLVERS)
+
+
+def get_solver(solver: str | Solver) -> Solver:
+    """The solver of that name, or the solver itself.
+
+    Raises:
+        ArgumentError: no solver has that name; the text lists the known.
+    """
+    if isinstance(solver, str):
+        if solver == "auto":
+            return SOLVERS["store_all"]
+        if solver in SOLVERS:
+            return SOLVERS[solver]
+        raise ArgumentError(f"solver={solver!r} is not known; known solvers: {', '.join(solvers())}")
+    if isinstance(solver, Solver):
+        return solver
+    raise ArgumentError(f"solver={solver!r} is neither a name nor an object with solve(); names: {', '.join(solvers())}")
