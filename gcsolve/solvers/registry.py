@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from gcsolve.errors import ArgumentError
 from gcsolve.solvers.base import Solver
+from gcsolve.solvers.blocks import Blocks
+from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.store_all import StoreAll
+from gcsolve.solvers.uniform import Uniform, UniformSqrt
 
-_SOLVERS: tuple[Solver, ...] = (StoreAll(),)
+_SOLVERS: tuple[Solver, ...] = (StoreAll(), Uniform(), UniformSqrt(), Blocks(), Chen())
 SOLVERS: dict[str, Solver] = {s.name: s for s in _SOLVERS}
 
 
