@@ -1,0 +1,108 @@
+"""The one place that imports torch's private modules (`torch._*`), so that a torch release can only break this file.
+
+Everything here is a thin name for something torch has no public name for yet; tested with torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch._C import _autograd, _profiler
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+    "profiler_running",
+    "pytree",
+    "start_memory_profile",
+    "stop_memory_profile",
+    "view_like",
+]
+
+_native: Any = _autograd  # its stubs are behind its signatures
+
+
+def view_like(op: OpOverload) -> bool:
+    """Whether `op` only returns views of its inputs, by its schema (no storage is made, nothing is written)."""
+    returns = [r.alias_info for r in op._schema.returns]
+    return bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+
+
+# --- the profiler's memory events, without the rest of the profiler -------------------------------------------------
+
+
+def profiler_running() -> bool:
+    """Whether a torch profiler session is open in this thread (a second one would silently end the first)."""
+    return bool(_native._profiler_enabled())
+
+
+_quiet_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _kineto_quiet() -> Iterator[None]:
+    """Kineto logs start and stop, and the absence of a GPU, to stderr; it reads its level when it starts for the
+    first time. A level that the user has set stays."""
+    name = "KINETO_LOG_LEVEL"
+    with _quiet_lock:
+        unset = name not in os.environ
+        if unset:
+            os.environ[name] = "6"
+        try:
+            yield
+        finally:
+            if unset:
+                os.environ.pop(name, None)
+
+
+def start_memory_profile() -> None:
+    """Begin recording every allocation and free of this thread's CPU work (its backward included), and nothing else:
+    no op is recorded (the scope named here is one that ATen never uses), so a step costs a few ms more."""
+    config = _profiler.ProfilerConfig(
+        _profiler.ProfilerState.KINETO,
+        False,  # shapes
+        True,  # memory
+        False,  # stacks
+        False,  # flops
+        False,  # modules
+        _profiler._ExperimentalConfig(),
+        "",
+    )
+    activities = {_profiler.ProfilerActivity.CPU}
+    with _kineto_quiet():
+        _native._prepare_profiler(config, activities)
+        _native._enable_profiler(config, activities, {_profiler.RecordScope.USER_SCOPE})
+
+
+def stop_memory_profile() -> list[tuple[int, int]]:
+    """End the recording: (address, bytes) of every allocation (> 0) and free (< 0) on the CPU, in time order."""
+    with _kineto_quiet():
+        result = _native._disable_profiler()
+    found: list[tuple[int, int, int]] = []
+    stack = list(reversed(result.experimental_event_tree()))
+    while stack:
+        event = stack.pop()
+        stack.extend(reversed(event.children))
+        if event.tag == _profiler._EventType.Allocation:
+            fields: Any = event.extra_fields
+            if fields.device.type == "cpu":
+                found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort(key=lambda e: e[0])  # stable: equal times keep the order of recording
+    return [(ptr, size) for _, ptr, size in found]
+
+
+# --- typed names for two public things that torch's stubs leave untyped ---------------------------------------------
+
+
+def tree_map_only(kind: type | tuple[type, ...], fn: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `fn` applied to every leaf of type `kind`."""
+    return pytree.tree_map_only(kind, fn, tree)
