@@ -11,20 +11,40 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
+from torch import fx
 from torch._C import _autograd, _profiler
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import descriptors as aot_descriptors
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "OutputType",
+    "TracingContext",
+    "aot_descriptors",
+    "aot_export_joint_with_descriptors",
+    "boxed_graph_module",
+    "disable_autocast",
+    "fake_mode",
+    "functorch_config",
     "profiler_running",
     "pytree",
     "start_memory_profile",
     "stop_memory_profile",
+    "storage_key",
+    "tracing",
+    "tree_map_only",
     "view_like",
 ]
 
@@ -35,6 +55,30 @@ def view_like(op: OpOverload) -> bool:
     """Whether `op` only returns views of its inputs, by its schema (no storage is made, nothing is written)."""
     returns = [r.alias_info for r in op._schema.returns]
     return bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+
+
+# --- tracing and emitting -------------------------------------------------------------------------------------------
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have shapes and no memory, as `torch.export` makes it for static shapes."""
+    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """Equal for two tensors exactly when they share their storage (valid while both live)."""
+    return t.untyped_storage()._cdata
+
+
+def disable_autocast() -> contextlib.AbstractContextManager[Any]:
+    """No autocast in this block: the casts are already ops of the emitted graphs."""
+    return torch._C._DisableAutocast()
+
+
+def boxed_graph_module(root: Any, graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A GraphModule whose forward takes one list, empties it, and drops every value after its last use."""
+    graph.set_codegen(_BoxedCodeGen())
+    return fx.GraphModule(root, graph, name)
 
 
 # --- the profiler's memory events, without the rest of the profiler -------------------------------------------------
