@@ -1,6 +1,6 @@
 """The one place that imports torch's private modules (`torch._*`), so that a torch release can only break this file.
 
-Everything here is a thin name for something torch has no public name for yet; tested with torch 2.11 to 2.14.
+Everything here is a thin name for something torch has no public name for yet; tested with torch 2.14.
 """
 
 from __future__ import annotations

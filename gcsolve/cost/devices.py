@@ -1,0 +1,242 @@
+"""What a device can do: memory, bandwidth, arithmetic. Peaks are dense (no structured sparsity), as the vendor prints.
+
+A plan depends on the ratios of these figures (FLOP to byte to launch), hardly on their size. float32 is the plain
+(CUDA core) rate, because torch does matmuls in full float32 unless told otherwise; GPU `memory_bytes` is the printed
+number at 1 GB = 1e9 bytes, of which a driver keeps some. `launch_s` is a usual time between two small kernels in eager
+PyTorch, not a vendor's figure.
+
+The `cpu` entry is a constant, so that the same input gives the same plan everywhere; `calibrated_cpu()` measures this
+machine instead. Your own device:
+
+    from gcsolve.cost.devices import DeviceSpec, register_device
+    register_device(DeviceSpec("t4", 16e9, 320e9, {"float32": 8.1e12, "float16": 65e12}, source="NVIDIA T4 datasheet"))
+    gcsolve.solve(model, x, budget_gb=12, device="t4")
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gcsolve.errors import ArgumentError
+
+_CUDA_LAUNCH_S = 5e-6
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device.
+
+    Args:
+        name: what `device=` calls it.
+        memory_bytes: all of its memory.
+        bandwidth_bytes_per_s: to its main memory.
+        peak_flops: dtype ("float32") → FLOP/s. float32 must be there and stands in for dtypes that are not.
+        launch_s: least seconds an op takes.
+        allocator_block_bytes: allocations are rounded up to multiples of this.
+        kind: "cuda" (ROCm included) or "cpu": which kernels will run there.
+        source: where the figures are from.
+
+    Raises:
+        ArgumentError: a figure is not a finite number > 0, or float32 is missing.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peak_flops: Mapping[str, float]
+    launch_s: float = _CUDA_LAUNCH_S
+    allocator_block_bytes: int = 512
+    kind: str = "cuda"
+    source: str = "user"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
+        if "float32" not in self.peak_flops:
+            raise ArgumentError(f"device {self.name!r}: peak_flops has no float32, only {sorted(self.peak_flops)}")
+        figures = {
+            "memory_bytes": self.memory_bytes,
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            "allocator_block_bytes": self.allocator_block_bytes,
+            **{f"peak_flops[{k!r}]": v for k, v in self.peak_flops.items()},
+        }
+        for label, figure in figures.items():
+            if not (math.isfinite(figure) and figure > 0):
+                raise ArgumentError(f"device {self.name!r}: {label}={figure} must be a finite number > 0")
+        if not (math.isfinite(self.launch_s) and self.launch_s >= 0):
+            raise ArgumentError(f"device {self.name!r}: launch_s={self.launch_s} must be a finite number ≥ 0")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_bytes, self.bandwidth_bytes_per_s, self.launch_s))
+
+    def peak_for(self, dtype: str) -> float:
+        """FLOP/s for that dtype; float32's where the table has none."""
+        return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+
+def _gpu(
+    name: str, memory_gb: float, bandwidth_gb_s: float, half: float, single: float, double: float, source: str
+) -> DeviceSpec:
+    """A GPU from figures in GB, GB/s and TFLOP/s; float16 and bfloat16 run at the same rate on all in the table."""
+    return DeviceSpec(
+        name=name,
+        memory_bytes=int(memory_gb * 1e9),
+        bandwidth_bytes_per_s=bandwidth_gb_s * 1e9,
+        peak_flops={
+            "float16": half * 1e12,
+            "bfloat16": half * 1e12,
+            "float32": single * 1e12,
+            "float64": double * 1e12,
+        },
+        source=source,
+    )
+
+
+# name, memory GB, bandwidth GB/s, then dense TFLOP/s: half (tensor cores, float32 accumulate), float32, float64.
+_GPUS = (
+    _gpu("rtx3090", 24, 936, 71, 35.6, 0.556, "NVIDIA GA102 whitepaper"),
+    _gpu("rtx4090", 24, 1008, 165.2, 82.6, 1.29, "NVIDIA Ada GPU architecture whitepaper"),
+    _gpu("rtx5090", 32, 1792, 209.5, 104.8, 1.64, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
+    _gpu("a10", 24, 600, 125, 31.2, 0.976, "NVIDIA A10 datasheet (float64: 1/32 of float32)"),
+    _gpu("l4", 24, 300, 121, 30.3, 0.473, "NVIDIA L4 datasheet (half of the sparse rate; float64: 1/64 of float32)"),
+    _gpu("l40s", 48, 864, 362.05, 91.6, 1.43, "NVIDIA L40S datasheet (float64: 1/64 of float32)"),
+    _gpu("a100-40gb", 40, 1555, 312, 19.5, 9.7, "NVIDIA A100 datasheet, SXM 40 GB"),
+    _gpu("a100-80gb", 80, 2039, 312, 19.5, 9.7, "NVIDIA A100 datasheet, SXM 80 GB"),
+    _gpu("h100-pcie", 80, 2000, 756, 51, 26, "NVIDIA H100 datasheet, PCIe (half of the sparse rate)"),
+    _gpu("h100-sxm", 80, 3350, 989, 67, 34, "NVIDIA H100 datasheet, SXM (half of the sparse rate)"),
+    _gpu("h200", 141, 4800, 989, 67, 34, "NVIDIA H200 datasheet, SXM (half of the sparse rate)"),
+    _gpu("b200", 180, 8000, 2250, 75, 37, "NVIDIA HGX B200 datasheet, per GPU (half of the sparse rate)"),
+    _gpu("mi300x", 192, 5300, 1307.4, 163.4, 81.7, "AMD Instinct MI300X data sheet"),
+    replace(
+        _gpu("v100", 32, 900, 125, 15.7, 7.8, "NVIDIA V100 datasheet, SXM2 32 GB (bfloat16 emulated in float32)"),
+        peak_flops={"float16": 125e12, "bfloat16": 15.7e12, "float32": 15.7e12, "float64": 7.8e12},
+    ),
+)
+
+
+def _physical_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return 16 * 10**9
+
+
+# Rounded from a 2-core AVX2 cloud server (torch 2.14: 1024³ matmuls, additions of large tensors, small additions).
+# Half precision is as slow as it is where the CPU has no instruction for it.
+_CPU = DeviceSpec(
+    name="cpu",
+    memory_bytes=_physical_memory_bytes(),
+    bandwidth_bytes_per_s=12e9,
+    peak_flops={"float32": 120e9, "float64": 60e9, "bfloat16": 1e9, "float16": 1e9},
+    launch_s=5e-6,
+    allocator_block_bytes=64,
+    kind="cpu",
+    source="nominal: constants rounded from measurements on a 2-core AVX2 server",
+)
+
+_DEVICES: dict[str, DeviceSpec] = {spec.name: spec for spec in (_CPU, *_GPUS)}
+
+# What torch calls the card → our name; first match wins.
+_CUDA_NAMES: tuple[tuple[str, str], ...] = (
+    (r"H200", "h200"),
+    (r"B200", "b200"),
+    (r"H100.*PCIE", "h100-pcie"),
+    (r"H100", "h100-sxm"),
+    (r"A100.*80GB", "a100-80gb"),
+    (r"A100", "a100-40gb"),
+    (r"V100", "v100"),
+    (r"L40S", "l40s"),
+    (r"\bL4\b", "l4"),
+    (r"\bA10G?\b", "a10"),
+    (r"RTX 3090", "rtx3090"),
+    (r"RTX 4090", "rtx4090"),
+    (r"RTX 5090", "rtx5090"),
+    (r"MI300X", "mi300x"),
+)
+
+
+def devices() -> tuple[DeviceSpec, ...]:
+    """Every device that `device=` knows by name."""
+    return tuple(_DEVICES.values())
+
+
+def register_device(spec: DeviceSpec) -> None:
+    """Make `spec` known by its name in this process; a known name is replaced."""
+    _DEVICES[spec.name] = spec
+
+
+def get_device(device: str | DeviceSpec | Any) -> DeviceSpec:
+    """The spec of a device given by name, by torch device ("cuda", "cuda:1", `torch.device`) or as a spec.
+
+    "cuda" is the GPU of this machine: its own memory, and the table's figures for its model. A GPU that the table does
+    not know gets the A100's figures (a plan needs their ratios only) and says so in `source`.
+
+    Raises:
+        ArgumentError: the name is not known (the text lists the known), or "cuda" where there is no GPU.
+    """
+    if isinstance(device, DeviceSpec):
+        return device
+    name = str(device).lower()
+    if name in _DEVICES:
+        return _DEVICES[name]
+    if re.fullmatch(r"cpu(:\d+)?", name):
+        return _CPU
+    if re.fullmatch(r"cuda(:\d+)?", name):
+        return _this_gpu(name)
+    known = ", ".join(["cuda", *_DEVICES])
+    raise ArgumentError(f"device={device!r} is not known; known devices: {known}")
+
+
+def _this_gpu(name: str) -> DeviceSpec:
+    import torch
+
+    if not torch.cuda.is_available():
+        known = ", ".join(_DEVICES)
+        raise ArgumentError(f"device={name!r}: no GPU is visible here; name the one to plan for: {known}")
+    properties = torch.cuda.get_device_properties(name)
+    for pattern, known_name in _CUDA_NAMES:
+        if re.search(pattern, properties.name.upper()):
+            return replace(_DEVICES[known_name], memory_bytes=properties.total_memory)
+    stand_in = _DEVICES["a100-80gb"]
+    source = f"{properties.name} is not in the table; figures of {stand_in.name}"
+    return replace(stand_in, name=properties.name, memory_bytes=properties.total_memory, source=source)
+
+
+@functools.cache
+def calibrated_cpu() -> DeviceSpec:
+    """The CPU of this machine, measured once in this process (about half a second); plans then differ by machine.
+
+    Pass it as `device=`. Each figure is the median of several runs.
+    """
+    import torch
+
+    def median_s(run: Callable[[], Any], repeats: int = 7) -> float:
+        run()
+        seconds = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - started)
+        return sorted(seconds)[repeats // 2]
+
+    size = 512
+    peaks: dict[str, float] = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        a = torch.ones(size, size, dtype=dtype)
+        peaks[str(dtype).removeprefix("torch.")] = 2 * size**3 / median_s(lambda a=a: a @ a, 5)
+    peaks["float16"] = peaks["bfloat16"]
+    large = torch.ones(1 << 24)
+    small = torch.ones(8)
+    return replace(
+        _CPU,
+        bandwidth_bytes_per_s=2 * large.nbytes / median_s(lambda: large + large),
+        peak_flops=peaks,
+        launch_s=median_s(lambda: [small + small for _ in range(100)]) / 100,
+        source="measured on this machine",
+    )
