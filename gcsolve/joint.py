@@ -1,0 +1,194 @@
+"""The joint forward and backward graph of a flat module, and what each of its inputs and outputs means.
+
+`torch.export` (non-strict) first, then AOTAutograd's joint trace of the exported module: on 46 of 47 architectures tried
+this works where tracing the module directly failed on 11 (design notes, section 5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from gcsolve._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    OutputType,
+    TracingContext,
+    aot_descriptors,
+    aot_export_joint_with_descriptors,
+    functorch_config,
+    tracing,
+)
+from gcsolve.errors import TraceError
+
+
+def fake_tensor(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
+    """A fake of `t` (real, fake of another mode, or meta; meta becomes CPU): same shape, strides, dtype, requires_grad."""
+    device = torch.device("cpu") if t.device.type == "meta" else t.device
+    with mode, torch.no_grad():
+        made = torch.empty_strided(tuple(t.shape), tuple(t.stride()), dtype=t.dtype, device=device)
+    return made.requires_grad_(t.requires_grad)
+
+
+def fake_module(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
+    """A structural copy of `model` with fake parameters and buffers; the model itself is not touched."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(fake_tensor(mode, parameter.detach()), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_tensor(mode, buffer)
+    for module in model.modules():
+        for attribute in vars(module).values():
+            if isinstance(attribute, torch.Tensor) and id(attribute) not in memo:
+                memo[id(attribute)] = attribute  # a plain attribute stays the very tensor it is
+    return copy.deepcopy(model, memo)
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How one flat output of the model is made from what the forward graph returns.
+
+    `kind`: "value" (the graph's own output), "input" (it is input `base`), "view_of_input", or "view_of_output" (a view
+    of what the graph returns at position `base`). `position`: where the graph returns it.
+    """
+
+    kind: str
+    position: int
+    base: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The joint graph and what its inputs and outputs mean.
+
+    `inputs`: one entry a forward placeholder: ("param", FQN), ("buffer", FQN), ("constant", name) or ("input", index).
+    `tangents`: for each tangent placeholder, the position of the forward output it belongs to.
+    `outputs`: one entry a flat output of the model. `mutations`: (position in graph outputs, position in inputs).
+    `gradients`: (position in graph outputs, position in inputs). The first `n_forward_outputs` graph outputs are the
+    forward's. `constants`: tensors that the model made or holds outside its parameters and buffers.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[tuple[str, Any], ...]
+    tangents: tuple[int, ...]
+    outputs: tuple[OutputPlan, ...]
+    mutations: tuple[tuple[int, int], ...]
+    gradients: tuple[tuple[int, int], ...]
+    n_forward_outputs: int
+    constants: dict[str, torch.Tensor]
+
+
+_KINDS = {
+    OutputType.non_alias: "value",
+    OutputType.unsafe_view_alias: "value",
+    OutputType.custom_function_view: "value",
+    OutputType.is_input: "input",
+    OutputType.alias_of_input: "view_of_input",
+    OutputType.alias_of_intermediate: "view_of_output",
+    OutputType.alias_of_intermediate_save_as_output: "view_of_output",
+    OutputType.alias_of_intermediate_base_is_user_output: "view_of_user_output",
+}
+
+
+def capture_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode) -> Joint:
+    """Export `module(*args)` without running it and trace forward and backward together. All tensors are fake.
+
+    Autocast, when active around the call, is active in both stages, so its casts are ops of the graph.
+
+    Raises:
+        whatever torch raises; `trace.py` words it for the user.
+        TraceError: the joint graph has an input or output of a kind gcsolve cannot serve exactly.
+    """
+    with tracing(TracingContext(mode)), functorch_config.patch(functionalize_rng_ops=False):
+        program = torch.export.export(module, tuple(args), strict=False)
+        exported = program.module(check_guards=False)
+        with contextlib.ExitStack() as stack:
+            captured = aot_export_joint_with_descriptors(stack, exported, tuple(args))
+    return _described(captured, exported)
+
+
+def _described(captured: Any, exported: nn.Module) -> Joint:
+    """AOTAutograd's descriptors and metadata as our own frozen record."""
+    metadata = captured._aot_state.fw_metadata
+    gm: fx.GraphModule = captured.graph_module
+    inputs: list[tuple[str, Any]] = []
+    descriptions: list[Any] = []
+    tangent_of: list[Any] = []
+    constants: dict[str, torch.Tensor] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        what = node.meta["desc"]
+        if isinstance(what, aot_descriptors.TangentAOTInput):
+            tangent_of.append(what.output)
+            continue
+        descriptions.append(what)
+        if isinstance(what, aot_descriptors.PlainAOTInput):
+            inputs.append(("input", what.idx))
+        elif isinstance(what, (aot_descriptors.ParamAOTInput, aot_descriptors.BufferAOTInput)):
+            attribute = _attribute(exported, what.target)
+            if isinstance(attribute, torch.Tensor) and not isinstance(attribute, FakeTensor):
+                constants[what.target] = attribute
+                inputs.append(("constant", what.target))
+            else:
+                kind = "param" if isinstance(what, aot_descriptors.ParamAOTInput) else "buffer"
+                inputs.append((kind, what.target))
+        else:
+            raise TraceError(
+                f"the traced step has an input of kind {type(what).__name__}, which gcsolve cannot serve exactly; "
+                "if two inputs share memory and one is changed in place, pass a clone of one of them"
+            )
+
+    found: Any = gm.graph.output_node().meta["desc"]
+    positions = {what.idx: at for at, what in enumerate(found) if isinstance(what, aot_descriptors.PlainAOTOutput)}
+    bases: list[int] = []
+    mutations: list[tuple[int, int]] = []
+    gradients: list[tuple[int, int]] = []
+    n_forward = 0
+    for at, what in enumerate(found):
+        if isinstance(what, aot_descriptors.GradAOTOutput):
+            gradients.append((at, descriptions.index(what.grad_of)))
+            continue
+        if what is None:  # the place of an input that needs no gradient
+            continue
+        n_forward += 1
+        if isinstance(what, aot_descriptors.InputMutationAOTOutput):
+            mutations.append((at, descriptions.index(what.mutated_input)))
+        elif isinstance(what, aot_descriptors.IntermediateBaseAOTOutput):
+            bases.append(at)
+        elif not isinstance(what, aot_descriptors.PlainAOTOutput):
+            raise TraceError(
+                f"the traced step has an output of kind {type(what).__name__}, which gcsolve cannot serve exactly"
+            )
+    return Joint(
+        graph_module=gm,
+        inputs=tuple(inputs),
+        tangents=tuple(list(found).index(what) for what in tangent_of),
+        outputs=tuple(_output_plan(info, i, positions, bases) for i, info in enumerate(metadata.output_info)),
+        mutations=tuple(mutations),
+        gradients=tuple(gradients),
+        n_forward_outputs=n_forward,
+        constants=constants,
+    )
+
+
+def _output_plan(info: Any, index: int, positions: dict[int, int], bases: list[int]) -> OutputPlan:
+    kind = _KINDS[info.output_type]
+    base = -1 if info.base_idx is None else int(info.base_idx)
+    if kind == "view_of_output":
+        base = bases[base]
+    elif kind == "view_of_user_output":
+        kind, base = "view_of_output", positions[base]
+    return OutputPlan(kind, positions[index], base, bool(info.requires_grad))
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,233 @@
+"""Model + inputs -> `Trace`: the joint graph of one training step, traced under fake tensors.
+
+The model is never run and never touched: a structural copy with fake parameters is traced, so weights may be real, fake
+or on meta, and a failed trace leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gcsolve._torch import fake_mode
+from gcsolve.errors import ArgumentError, GcsolveError, TraceError
+from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
+from gcsolve.structure import Template, flatten, leaf_paths, skeleton, unflatten
+
+PREFIX = "model."  # of every parameter and buffer name in the joint graph: the model is a child of `_Flat`
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One traced step.
+
+    `output_template` rebuilds the model's own output around the flat outputs. `takes_gradient[k]`: the plan expects a
+    gradient for flat output k; `differentiable[k]`: the untouched model would accept one. `output_paths[k]` names it.
+    """
+
+    joint: Joint
+    output_template: Template
+    takes_gradient: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
+    output_paths: tuple[str, ...]
+    input_paths: tuple[str, ...]
+
+
+def parse_example(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the model call: a tensor, a tuple or list of arguments, or a Mapping.
+
+    Raises:
+        ArgumentError: it is none of these, or a mapping with keys that are not names.
+    """
+    if isinstance(example_input, torch.Tensor):
+        return (example_input,), {}
+    if isinstance(example_input, Mapping):
+        if not all(isinstance(key, str) for key in example_input):
+            raise ArgumentError(f"example_input is a mapping with keys {list(example_input)}; keys are argument names")
+        return (), dict(example_input)
+    if isinstance(example_input, (tuple, list)):
+        return tuple(example_input), {}
+    raise ArgumentError(
+        f"example_input={type(example_input).__name__}; pass a tensor, a tuple or list of positional arguments, "
+        "or a mapping of keyword arguments"
+    )
+
+
+class _Record:
+    """What the traced call saw; no container, since export undoes changes to a module's containers."""
+
+    last: tuple[Template, tuple[bool, ...], tuple[bool, ...]]
+
+
+class _Flat(nn.Module):
+    """The model as a function of a flat list of tensors to a flat tuple of tensors."""
+
+    def __init__(self, model: nn.Module, template: Template, loss: Callable[[Any], Any] | None, all_outputs: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.settings = (template, loss, all_outputs)
+        self.record = _Record()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        template, loss, all_outputs = self.settings
+        args, kwargs = unflatten(template, tensors)
+        result = self.model.forward(*args, **kwargs)
+        if loss is not None:
+            result = loss(result)
+            if not isinstance(result, torch.Tensor) or result.dim() != 0:
+                shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                raise ArgumentError(f"loss must return a scalar tensor; it returned {shape}")
+        outputs, out_template = flatten(result, "output")
+        differentiable = tuple(t.requires_grad for t in outputs)
+        scalars = tuple(d and t.dim() == 0 for d, t in zip(differentiable, outputs, strict=True))
+        takes = scalars if any(scalars) and not all_outputs else differentiable
+        self.record.last = (skeleton(out_template), takes, differentiable)
+        return tuple(t if k else t.detach() for t, k in zip(outputs, takes, strict=True))
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Any] | None = None,
+    all_outputs: bool = False,
+) -> Trace:
+    """Trace `model(*args, **kwargs)` (then `loss`) and its backward to one graph; nothing is run or allocated.
+
+    Args:
+        loss: maps the model's output to a scalar; traced with the model, and then the step's only output.
+        all_outputs: expect a gradient for every differentiable output. Default: when some of them are scalars (a loss
+            among logits), for the scalars only.
+
+    Raises:
+        TraceError: the model branches on a tensor's value (names the user's line), draws from Python's or numpy's
+            random generator, has no output that needs a gradient, or cannot be exported.
+        ArgumentError: an input or output holds something that cannot be flattened.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
+    tensors, template = flatten((args, kwargs), "example_input")
+    mode = fake_mode()
+    fakes = [fake_tensor(mode, t) for t in tensors]
+    flat = _Flat(_copied(mode, model), template, loss, all_outputs)
+    with _python_randomness_refused():
+        try:
+            joint = capture_joint(flat, fakes, mode)
+        except GcsolveError:
+            raise
+        except Exception as error:
+            raise _worded(error, model) from error
+    out_template, takes, differentiable = flat.record.last
+    if not any(takes):
+        raise TraceError(
+            f"no output of {type(model).__name__} needs a gradient: every parameter and input has requires_grad=False, "
+            "or the output is detached; there is no backward to plan"
+        )
+    paths = leaf_paths(out_template)
+    names = leaf_paths(template)
+    return Trace(
+        joint,
+        out_template,
+        takes,
+        differentiable,
+        tuple(paths[k] for k in range(len(takes))),
+        tuple(names[k].removeprefix("example_input") for k in range(len(tensors))),
+    )
+
+
+def _copied(mode: Any, model: nn.Module) -> nn.Module:
+    try:
+        return fake_module(mode, model)
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} could not be copied for tracing ({type(error).__name__}: {error}); an attribute that "
+            "copy.deepcopy cannot copy is the usual reason"
+        ) from error
+
+
+class _python_randomness_refused:
+    """Python's and numpy's draws inside forward would be baked into the graph: notice them by their generators' states."""
+
+    def __enter__(self) -> None:
+        self.before = self._states()
+
+    def __exit__(self, kind: Any, value: Any, tb: Any) -> None:
+        python, numpy_state = self.before
+        now_python, now_numpy = self._states()
+        moved = [name for name, a, b in (("random", python, now_python), ("numpy.random", numpy_state, now_numpy)) if a != b]
+        random.setstate(python)
+        import numpy
+
+        numpy.random.set_state(numpy_state[0])
+        if moved and kind is None:
+            raise TraceError(
+                f"forward draws from {' and '.join(moved)} (layer drop, masking on the host): the draw would be the same in "
+                "every step. Use torch's generator in forward, or switch that feature off"
+            )
+
+    @staticmethod
+    def _states() -> tuple[Any, Any]:
+        import numpy
+
+        state = numpy.random.get_state()
+        return random.getstate(), _Comparable((state, state[1].tobytes(), state[2:]))
+
+
+class _Comparable(tuple):
+    """numpy's state with the array compared by its bytes."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple) and self[1:] == other[1:]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+def user_line(error: BaseException) -> str:
+    """"file:line" of the deepest frame that belongs neither to torch nor to gcsolve nor to the standard library."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        for frame in reversed(traceback.extract_tb(current.__traceback__)):
+            if is_user_file(frame.filename):
+                return f"{frame.filename}:{frame.lineno}"
+        current = current.__cause__ or current.__context__
+    return ""
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+_STDLIB = str(Path(random.__file__).parent)
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a source line there is the user's (or a model zoo's), not torch's, gcsolve's or Python's."""
+    if filename.startswith((_TORCH, _OWN, "<")):
+        return False
+    return not filename.startswith(_STDLIB) or "site-packages" in filename
+
+
+def _worded(error: Exception, model: nn.Module) -> TraceError:
+    line = user_line(error)
+    at = f" at {line}" if line else ""
+    name = type(error).__name__
+    if "DataDependent" in name or "data-dependent" in str(error):
+        return TraceError(
+            f"{type(model).__name__} branches on a tensor's value{at}: the two ways would need two plans. Replace the branch "
+            "by torch.where, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
+        )
+    first = (str(error).strip().splitlines() or [""])[0]
+    return TraceError(
+        f"{type(model).__name__} could not be traced{at}: {name}: {first}. To plan a part of it: "
+        "model.part = gcsolve.solve(model.part, ...).module"
+    )
