@@ -1,0 +1,356 @@
+"""Joint graph -> Graph: which storages an op reads and makes, what is pinned, and what must run only once.
+
+Views are folded away (a view reads and keeps its storage), so a node of `Graph` is one op that makes storage. Four kinds
+of node are added: `rng_state` before each random op (the generator state that a rerun replays), `forward_end` (holds what
+the forward returns), `tangents` (the output gradients the backward starts from) and `step_end` (holds what the caller
+holds: outputs and gradients).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gcsolve._torch import storage_key
+from gcsolve.errors import TraceError
+from gcsolve.graph import Graph, Node, Value
+from gcsolve.joint import Joint
+from gcsolve.trace import PREFIX, Trace, is_user_file
+
+_DROPPED = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default"}
+
+# Discrete choices: a rerun that breaks a tie differently would change the result, so they run once (design notes, 6).
+_DISCRETE = {
+    "topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "unique", "_unique2", "unique_dim",
+    "unique_consecutive", "kthvalue", "mode", "median", "nanmedian", "msort", "randperm",
+}  # fmt: skip
+
+_KNOWN_NAMESPACES = ("aten", "prims", "torchvision")
+
+CPU_RNG_STATE_BYTES = 5056
+CUDA_RNG_STATE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The Graph and the way back to the joint graph.
+
+    `origin[i]`: the fx node that graph node i stands for (None for `forward_end`, `tangents`, `step_end`; the random op
+    for `rng_state`). `value_of`: fx node -> the value whose storage it is or views. `external`: fx nodes that are, or
+    view, what always lives. `rng_of`: graph node of a random op -> graph node of its `rng_state`. `forward_end`: index
+    of that node.
+    """
+
+    graph: Graph
+    origin: tuple[fx.Node | None, ...]
+    value_of: dict[fx.Node, int]
+    external: frozenset[fx.Node]
+    views: frozenset[fx.Node]
+    rng_of: dict[int, int]
+    forward_end: int
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors a node makes (one, several, or none)."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [v for v in value if isinstance(v, torch.Tensor)]
+    return []
+
+
+def clean(joint: Joint) -> None:
+    """Drop what has no effect; keep the old content of mutated inputs that backward reads."""
+    graph = joint.graph_module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and str(node.target) in _DROPPED:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    backward = backward_nodes(joint)
+    placeholders = graph.find_nodes(op="placeholder")
+    for _, at in joint.mutations:
+        source = placeholders[at]
+        views, stack = {source}, [source]
+        while stack:
+            for user in stack.pop().users:
+                if _is_view(user) and user not in views:
+                    views.add(user)
+                    stack.append(user)
+        if not any(user in backward for view in views for user in view.users):
+            continue
+        with graph.inserting_after(placeholders[-1]):
+            old = graph.call_function(torch.ops.aten.clone.default, (source,))
+        value = source.meta["val"]
+        old.meta = {"val": torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")}
+        with value.fake_mode:
+            old.meta["val"] = value.clone()
+        for user in list(source.users):
+            if user is not old:
+                user.replace_input_with(source, old)
+    joint.graph_module.recompile()
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether every tensor the node makes lives in the storage of one of its inputs."""
+    if node.op != "call_function":
+        return False
+    made = tensors_of(node)
+    read = {storage_key(t) for arg in node.all_input_nodes for t in tensors_of(arg)}
+    return bool(made) and all(storage_key(t) in read for t in made)
+
+
+def backward_nodes(joint: Joint) -> set[fx.Node]:
+    """Nodes of the backward: what depends on a tangent, and what autograd added for it."""
+    nodes = list(joint.graph_module.graph.nodes)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    found = set(placeholders[len(joint.inputs) :])
+    for node in nodes:
+        if node.op == "call_function" and (
+            node.meta.get("partitioner_tag") == "is_backward" or any(arg in found for arg in node.all_input_nodes)
+        ):
+            found.add(node)
+    # what the forward returns belongs to the forward, whatever its tag
+    outputs: Any = joint.graph_module.graph.output_node().args[0]
+    stack = [n for n in outputs[: joint.n_forward_outputs] if isinstance(n, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            found.discard(node)
+        stack.extend(arg for arg in node.all_input_nodes if arg in found)
+    return found
+
+
+class _Lowering:
+    """One pass over the joint graph; its fields become a `Lowered`."""
+
+    def __init__(self, trace: Trace, round_bytes: Callable[[int], int], workspace: Callable[[fx.Node], int]) -> None:
+        self.trace = trace
+        self.joint = trace.joint
+        self.round_bytes = round_bytes
+        self.workspace = workspace
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.origin: list[fx.Node | None] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.by_storage: dict[int, int] = {}
+        self.external: set[fx.Node] = set()
+        self.external_storages: set[int] = set()
+        self.views: set[fx.Node] = set()
+        self.rng_of: dict[int, int] = {}
+
+    def run(self, external: Sequence[tuple[str, int]]) -> Lowered:
+        graph = self.joint.graph_module.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        primals, tangents = placeholders[: len(self.joint.inputs)], placeholders[len(self.joint.inputs) :]
+        constants = [n for n in graph.nodes if n.op == "get_attr"]
+        for node in (*primals, *constants):
+            self._add_external(node)
+        mutated = {storage_key(primals[at].meta["val"]) for _, at in self.joint.mutations}
+        outputs: Any = graph.output_node().args[0]
+        forward_out = [n for n in outputs[: self.joint.n_forward_outputs] if isinstance(n, fx.Node)]
+        returned = {storage_key(t) for n in forward_out for t in tensors_of(n)}
+        gradients = [outputs[at] for at, _ in self.joint.gradients if isinstance(outputs[at], fx.Node)]
+        graded = {storage_key(t) for n in gradients for t in tensors_of(n)}
+        backward = backward_nodes(self.joint)
+        calls = [n for n in graph.nodes if n.op == "call_function"]
+
+        for node in calls:
+            if node not in backward:
+                self._add_op(node, mutated, returned, "outputs", rerunnable=True)
+        self._add_sink("forward_end", forward_out)
+        forward_end = len(self.nodes) - 1
+        backward_start = len(self.nodes)
+        self._add_tangents(tangents)
+        for node in calls:
+            if node in backward:
+                self._add_op(node, mutated, graded, "gradients", rerunnable=False)
+        mutation_positions = {at for at, _ in self.joint.mutations}
+        held = [n for at, n in enumerate(outputs[: self.joint.n_forward_outputs]) if at not in mutation_positions]
+        self._add_sink("step_end", [*(n for n in held if isinstance(n, fx.Node)), *gradients, *tangents])
+        built = Graph(tuple(self.nodes), tuple(self.values), backward_start, tuple(external))
+        return Lowered(
+            built,
+            tuple(self.origin),
+            self.value_of,
+            frozenset(self.external),
+            frozenset(self.views),
+            self.rng_of,
+            forward_end,
+        )
+
+    def _add_external(self, node: fx.Node) -> None:
+        self.external.add(node)
+        self.external_storages.update(storage_key(t) for t in tensors_of(node))
+
+    def _reads(self, args: Iterable[fx.Node]) -> tuple[int, ...]:
+        return tuple(sorted({self.value_of[arg] for arg in args if arg in self.value_of}))
+
+    def _append(self, node: Node, origin: fx.Node | None) -> int:
+        self.nodes.append(node)
+        self.origin.append(origin)
+        return len(self.nodes) - 1
+
+    def _add_op(self, node: fx.Node, mutated: set[int], pinned: set[int], pinned_kind: str, *, rerunnable: bool) -> None:
+        if node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            if source in self.views or source in self.external:
+                self._add_view(node, source)
+            else:
+                self.value_of[node] = self.by_storage[storage_key(tensors_of(node)[0])]
+            return
+        args = node.all_input_nodes
+        made = tensors_of(node)
+        new = [t for t in made if not self._known(t)]
+        if made and not new:
+            self._add_view(node, next(a for a in args if any(storage_key(t) == storage_key(made[0]) for t in tensors_of(a))))
+            return
+        if len(new) != len(made):
+            raise TraceError(f"{node.name} ({node.target}) returns a view of its input beside a new tensor; not supported")
+        reads = self._reads(args)
+        random = is_random(node)
+        if random and rerunnable:
+            state = self._add_rng_state(node)
+            reads = tuple(sorted((*reads, state)))
+        reads_mutated = any(storage_key(t) in mutated for a in args for t in tensors_of(a))
+        at = len(self.nodes)
+        outputs: list[int] = []
+        for t in made:
+            key = storage_key(t)
+            if key in self.by_storage and self.by_storage[key] in outputs:
+                continue
+            held = key in pinned
+            size = self.round_bytes(t.untyped_storage().nbytes())
+            name = node.name if len(made) == 1 else f"{node.name}.{len(outputs)}"
+            self.values.append(Value(name, size, at, held, pinned_kind if held else "activations"))
+            self.by_storage[key] = len(self.values) - 1
+            outputs.append(len(self.values) - 1)
+        if len(made) == 1:
+            self.value_of[node] = outputs[0]
+        elif not made and node.meta.get("val") is not None:
+            self.values.append(Value(node.name, 0, at, True))  # a number: costs nothing, is never made again
+            self.value_of[node] = len(self.values) - 1
+            outputs.append(len(self.values) - 1)
+        once = not rerunnable or reads_mutated or not outputs or not may_rerun(node)
+        if random and rerunnable:
+            self.rng_of[at] = at - 1
+        self._append(
+            Node(
+                node.name,
+                reads,
+                tuple(outputs),
+                self.workspace(node),
+                not once,
+                str(node.target),
+                module_path(node),
+                source_line(node),
+            ),
+            node,
+        )
+
+    def _known(self, t: torch.Tensor) -> bool:
+        return storage_key(t) in self.by_storage or storage_key(t) in self.external_storages
+
+    def _add_view(self, node: fx.Node, base: fx.Node) -> None:
+        self.views.add(node)
+        if base in self.value_of:
+            self.value_of[node] = self.value_of[base]
+        else:
+            self.external.add(node)
+
+    def _add_rng_state(self, node: fx.Node) -> int:
+        on_cpu = all(t.device.type == "cpu" for t in tensors_of(node))
+        size = self.round_bytes(CPU_RNG_STATE_BYTES if on_cpu else CUDA_RNG_STATE_BYTES)
+        at = len(self.nodes)
+        self.values.append(Value(f"{node.name}.rng_state", size, at))
+        made = Node(f"{node.name}.rng_state", (), (len(self.values) - 1,), 0, False, "rng_state", module_path(node))
+        self._append(made, node)
+        return len(self.values) - 1
+
+    def _add_sink(self, name: str, held: Iterable[fx.Node]) -> None:
+        self._append(Node(name, self._reads(held), (), rerunnable=False, op=name), None)
+
+    def _add_tangents(self, tangents: Sequence[fx.Node]) -> None:
+        at = len(self.nodes)
+        outputs = []
+        for node in tangents:
+            size = self.round_bytes(node.meta["val"].untyped_storage().nbytes())
+            self.values.append(Value(node.name, size, at, True, "tangents"))
+            self.value_of[node] = len(self.values) - 1
+            self.by_storage[storage_key(node.meta["val"])] = len(self.values) - 1
+            outputs.append(len(self.values) - 1)
+        self._append(Node("tangents", (), tuple(outputs), rerunnable=False, op="tangents"), None)
+
+
+def lower(
+    trace: Trace,
+    external: Sequence[tuple[str, int]],
+    round_bytes: Callable[[int], int],
+    workspace: Callable[[fx.Node], int],
+) -> Lowered:
+    """The `Graph` of a cleaned trace, with the way back.
+
+    Args:
+        external: (kind, bytes) of what lives through the whole step.
+        round_bytes: bytes the target's allocator takes for a storage of that many bytes.
+        workspace: bytes an op allocates beside its outputs while it runs.
+    """
+    return _Lowering(trace, round_bytes, workspace).run(external)
+
+
+def is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and node.kwargs.get("generator") is None and not _switched_off(node)
+
+
+def _switched_off(node: fx.Node) -> bool:
+    """A random op with probability 0 (attention without dropout) draws nothing."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    for i, argument in enumerate(schema.arguments):
+        if argument.name == "dropout_p":
+            value = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return value == 0
+    return False
+
+
+def may_rerun(node: fx.Node) -> bool:
+    """Whether running the op again gives the same value and no second effect."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace not in _KNOWN_NAMESPACES:
+        return False
+    name = target._schema.name.split("::")[-1]
+    if name in _DISCRETE or target._schema.is_mutable:
+        return False
+    return node.kwargs.get("generator") is None
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module the op ran in, as in `model.named_modules()`; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return path.removeprefix(PREFIX) if path != PREFIX[:-1] else ""
+
+
+def source_line(node: fx.Node) -> str:
+    """"file:line" of the user's innermost frame, if the trace kept it."""
+    text = node.meta.get("stack_trace") or ""
+    found = ""
+    for line in text.splitlines():
+        line = line.strip()
+        if line.startswith('File "'):
+            filename, _, rest = line[6:].partition('", line ')
+            if is_user_file(filename):
+                found = f"{filename}:{rest.split(',')[0]}"
+    return found
