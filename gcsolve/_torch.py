@@ -24,6 +24,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FakeTensor",
@@ -38,6 +39,7 @@ __all__ = [
     "disable_autocast",
     "fake_mode",
     "functorch_config",
+    "no_modes",
     "profiler_running",
     "pytree",
     "start_memory_profile",
@@ -79,6 +81,11 @@ def boxed_graph_module(root: Any, graph: fx.Graph, name: str) -> fx.GraphModule:
     """A GraphModule whose forward takes one list, empties it, and drops every value after its last use."""
     graph.set_codegen(_BoxedCodeGen())
     return fx.GraphModule(root, graph, name)
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """No tracing, fake or other dispatch mode in this block: tensors made here are real."""
+    return _disable_current_modes()
 
 
 # --- the profiler's memory events, without the rest of the profiler -------------------------------------------------

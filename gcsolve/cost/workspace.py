@@ -1,0 +1,312 @@
+"""Workspace: the bytes an op takes and gives back while it runs, which no shape in the graph tells.
+
+On the machine the model will run on, each distinct op signature (target, shapes, strides, dtypes, other arguments) is
+run once with made-up tensors and its allocator events are read; nothing is assumed about which ops need workspace
+(a float tensor times a bool mask does, on CPU). Elsewhere, and for ops too large to run just for this, it is estimated:
+
+| op | estimate |
+|---|---|
+| convolution, CPU | copies of input, weight and output in the kernel's own layout |
+| convolution, CUDA | input + output + weight, at most 256 MiB (cuDNN's choice of algorithm cannot be known) |
+| attention backward, CUDA | float32 gradient of the query, one float32 a row, expanded gradients of grouped heads |
+| sort, topk, index_put, embedding backward | sorted copies of keys and indices |
+| elementwise, CPU, operands of several dtypes | the operands cast to the result's dtype |
+| matmul, CUDA | cuBLAS's own buffer, 8 MiB (32 MiB from Hopper on) |
+| anything else | 0 |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gcsolve import _torch
+from gcsolve.cost.base import Roofline
+from gcsolve.cost.devices import DeviceSpec, get_device
+from gcsolve.cost.flops import fake_arguments, op_info
+from gcsolve.measure import peak_of_events
+
+MAX_MEMORY_SHARE = 0.25  # of the free memory: an op whose operands and results take more is not run
+MAX_SECONDS = 2.0  # an op estimated slower than this is not run
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """`size_bytes`: the op's peak above its inputs and (predicted) outputs. `measured`: run here, not estimated.
+
+    `output_excess_bytes`: what its real outputs hold beyond their predicted storages (0 for honest kernels).
+    """
+
+    size_bytes: int
+    measured: bool
+    output_excess_bytes: int = 0
+
+
+def workspace_bytes(node: fx.Node, device: DeviceSpec, *, measure: bool) -> int:
+    """`workspace(...)`'s bytes alone."""
+    return workspace(node, device, measure=measure).size_bytes
+
+
+def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
+    """The workspace of a `call_function` node whose tensor arguments carry fake tensors in `meta["val"]`.
+
+    Args:
+        node: the op.
+        device: where it will run.
+        measure: run it once if that device is here and the op is small enough; the global random state, autograd and
+            autocast are untouched. The answer is kept for the process.
+
+    Returns:
+        bytes, and whether they were measured.
+    """
+    target = node.target
+    if target is operator.getitem or (isinstance(target, _torch.OpOverload) and _torch.view_like(target)):
+        return Workspace(0, measured=True)
+    if measure and _is_here(device) and _may_run(node):
+        key = (device.kind, torch.get_num_threads(), _signature(node))
+        if key in _measured:
+            return _measured[key]
+        if _is_small_enough(node, device):
+            found = _run(node, device)
+            if found is not None:
+                _measured[key] = found
+                return found
+    return Workspace(_estimate(node, device), measured=False)
+
+
+_measured: dict[Any, Workspace] = {}
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+# Namespaces whose ops only compute: running one for its memory has no other effect (a collective would wait for peers).
+_PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
+
+
+def _is_here(device: DeviceSpec) -> bool:
+    return device.kind == "cpu" or (torch.cuda.is_available() and get_device("cuda").name == device.name)
+
+
+def _may_run(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, _torch.OpOverload) and target.namespace in _PURE_NAMESPACES
+
+
+def _signature(node: fx.Node) -> Any:
+    """Hashable: equal for two nodes whose runs cannot differ in memory."""
+
+    def freeze(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return ("tensor", tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type)
+        return leaf if isinstance(leaf, int | float | str | bool | type(None)) else repr(leaf)
+
+    leaves, spec = _torch.pytree.tree_flatten(fake_arguments(node))
+    return (str(node.target), tuple((type(leaf).__name__, freeze(leaf)) for leaf in leaves), str(spec))
+
+
+def _free_memory_bytes(device: DeviceSpec) -> int:
+    if device.kind == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return device.memory_bytes // 4
+
+
+def _is_small_enough(node: fx.Node, device: DeviceSpec) -> bool:
+    tensors = [t for t in _leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
+    sizes = [s for t in tensors for s in (*t.shape, *t.stride())]
+    if not all(isinstance(s, int) for s in sizes):
+        return False  # a size that is known only when it runs
+    needed = sum(_extent_bytes(t) for t in tensors) + 2 * sum(_fresh_output_bytes(node).values())
+    if needed > MAX_MEMORY_SHARE * _free_memory_bytes(device):
+        return False
+    return Roofline(device).cost(op_info(node)) <= MAX_SECONDS
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return _torch.pytree.tree_leaves(tree)
+
+
+def _extent_bytes(t: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if t.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+
+
+def _fresh_output_bytes(node: fx.Node) -> dict[int, int]:
+    """Storage → bytes of the outputs that are not views of inputs."""
+    inputs = {_torch.storage_key(t) for t in _leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)}
+    outputs = [t for t in _leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+    keyed = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in outputs}
+    return {key: size for key, size in keyed.items() if key not in inputs}
+
+
+def _run(node: fx.Node, device: DeviceSpec) -> Workspace | None:
+    """Run the op once on made-up tensors; None when it will not run on any of them."""
+    expected = sum(_fresh_output_bytes(node).values())
+    with _torch.no_modes(), torch.no_grad(), _torch.disable_autocast(), _random_state_kept(device):
+        for fill in (_zeros, _well_conditioned):
+            try:
+                args, kwargs = _made_up(node, device, fill)
+                peak, end = _peak_of(lambda a=args, k=kwargs: node.target(*a, **k), device)  # type: ignore[operator]
+            except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError):
+                continue  # values that this op refuses (a singular matrix), or a kernel that is not built here
+            return Workspace(max(0, peak - expected), True, end - expected)
+    return None
+
+
+def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> tuple[int, int]:
+    """(peak, end) bytes above what lived before; the result is alive at the end."""
+    if device.kind == "cuda":
+        run()  # handles and plans that libraries keep are made now
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = run()
+        torch.cuda.synchronize()
+        peak, end = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+        del result
+        return peak, end
+    _torch.start_memory_profile()
+    try:
+        result = run()
+    finally:
+        events = _torch.stop_memory_profile()
+    del result
+    return peak_of_events(events)
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: DeviceSpec) -> Iterator[None]:
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.kind == "cuda" else []):
+        yield
+
+
+def _made_up(
+    node: fx.Node, device: DeviceSpec, fill: Callable[[torch.Tensor, str], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with real tensors of the same sizes, strides and dtypes in place of the fake ones."""
+    made: dict[int, torch.Tensor] = {}
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device(device.kind)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in made:
+            where = "cpu" if leaf.device.type == "cpu" and leaf.dim() == 0 else device.kind
+            made[id(leaf)] = fill(leaf, where)
+        return made[id(leaf)]
+
+    return _torch.pytree.tree_map(real, fake_arguments(node))
+
+
+def _zeros(like: torch.Tensor, device: str) -> torch.Tensor:
+    """Valid for every index, label and mask."""
+    flat = torch.zeros(_extent_bytes(like) // like.element_size(), dtype=like.dtype, device=device)
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _well_conditioned(like: torch.Tensor, device: str) -> torch.Tensor:
+    """Positive definite matrices, for the linear algebra that refuses zeros."""
+    t = _zeros(like, device)
+    if t.dim() >= 2 and t.shape[-1] == t.shape[-2] and t.dtype.is_floating_point:
+        t.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return t
+
+
+# --- estimating ------------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+_MIB = 1 << 20
+
+
+def _estimate(node: fx.Node, device: DeviceSpec) -> int:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _ESTIMATES:
+        return _ESTIMATES[packet](node, device)
+    return _casts(node, device)
+
+
+def _size(t: Any) -> int:
+    return t.numel() * t.element_size() if isinstance(t, torch.Tensor) else 0
+
+
+def _convolution(node: fx.Node, device: DeviceSpec) -> int:
+    args, kwargs = fake_arguments(node)
+    tensors = [*_leaves((args, kwargs)), *_leaves(node.meta.get("val"))]
+    total = sum(_size(t) for t in tensors)
+    return total if device.kind == "cpu" else min(total, 256 * _MIB)
+
+
+def _matmul(_node: fx.Node, device: DeviceSpec) -> int:
+    if device.kind == "cpu":
+        return 0
+    return (32 if device.name in ("h100-pcie", "h100-sxm", "h200", "b200") else 8) * _MIB
+
+
+def _attention_backward(node: fx.Node, device: DeviceSpec) -> int:
+    if device.kind == "cpu":
+        return 0
+    args, _ = fake_arguments(node)
+    query, key, value = args[1], args[2], args[3]
+    rows = math.ceil(query.shape[-2] / 128) * 128
+    batch_heads = query.numel() // (query.shape[-2] * query.shape[-1])
+    width = math.ceil(query.shape[-1] / 32) * 32
+    accumulator = 4 * batch_heads * rows * (width + 1)
+    expanded = 0
+    if query.dim() == 4 and key.shape[1] != query.shape[1]:
+        expanded = (_size(key) + _size(value)) * (query.shape[1] // max(1, key.shape[1]))
+    return accumulator + expanded
+
+
+def _sorts(node: fx.Node, _device: DeviceSpec) -> int:
+    args, _ = fake_arguments(node)
+    keys = max((_size(t) for t in _leaves(args[:2]) if isinstance(t, torch.Tensor)), default=0)
+    return 2 * keys
+
+
+def _sorts_indices(node: fx.Node, _device: DeviceSpec) -> int:
+    indices = [t for t in _leaves(fake_arguments(node)) if isinstance(t, torch.Tensor) and t.dtype == torch.int64]
+    return 4 * sum(_size(t) for t in indices)
+
+
+def _casts(node: fx.Node, device: DeviceSpec) -> int:
+    """CPU kernels over several operands cast those of another dtype first; CUDA's cast on the fly."""
+    target = node.target
+    if device.kind != "cpu" or not isinstance(target, _torch.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return 0
+    out = node.meta.get("val")
+    if not isinstance(out, torch.Tensor) or target.overloadpacket in (aten._to_copy, aten.clone, aten.where):
+        return 0
+    args, kwargs = fake_arguments(node)
+    operands = [t for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * out.element_size() for t in operands if t.dtype != out.dtype and t.dim())
+
+
+_ESTIMATES: dict[Any, Callable[[fx.Node, DeviceSpec], int]] = {
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution,
+    aten.mm: _matmul,
+    aten.addmm: _matmul,
+    aten.bmm: _matmul,
+    aten.baddbmm: _matmul,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
+    aten.sort: _sorts,
+    aten.topk: _sorts,
+    aten.index_put: _sorts_indices,
+    aten.index_put_: _sorts_indices,
+    aten.embedding_dense_backward: _sorts_indices,
+}
