@@ -38,6 +38,17 @@ class KeptRun:
         """Cheapest first, then least peak."""
         return self.rerun_cost, self.peak_bytes
 
+    def moments(self, first_backward: int) -> list[tuple[int, int]]:
+        """For each place in the order (node, the backward node before which it is a rerun; -1 when it is native)."""
+        before, seen = [-1] * len(self.order), False
+        coming = -1
+        for at in range(len(self.order) - 1, -1, -1):
+            if self.order[at] >= first_backward:
+                coming, seen = int(self.order[at]), True
+            elif seen and at >= first_backward:
+                before[at] = coming
+        return list(zip(self.order.tolist(), before, strict=True))
+
 
 class KeptReplay:
     """Replays kept sets of one problem; the arrays that do not depend on the set are made once."""
@@ -54,6 +65,8 @@ class KeptReplay:
         self.readers = graph.readers
         fw = range(self.first_backward)
         can = [graph.nodes[i].rerunnable for i in fw]
+        self.can_rerun = np.array([n.rerunnable for n in graph.nodes], dtype=bool)
+        self.can_rerun[self.first_backward :] = False
         # outputs of node i that a rerun can serve, each with its first backward reader and its forward readers
         self.served: list[list[tuple[int, int, tuple[int, ...]]]] = []
         for i in fw:
@@ -61,7 +74,9 @@ class KeptReplay:
             for v in graph.nodes[i].outputs:
                 if can[i] and not graph.values[v].pinned:
                     native = [j for j in self.readers[v] if j >= self.first_backward]
-                    rows.append((v, native[0] if native else NEVER, tuple(j for j in self.readers[v] if j not in native)))
+                    rows.append(
+                        (v, native[0] if native else NEVER, tuple(j for j in self.readers[v] if j not in native))
+                    )
             self.served.append(rows)
         edges = [(v, j) for v, readers in enumerate(self.readers) for j in readers]
         edges += [(v, graph.values[v].producer) for v in range(len(graph.values))]

@@ -16,13 +16,16 @@ class Status(enum.Enum):
 
     OPTIMAL = "optimal: within the asked gap of the bound; nothing to try"
     FEASIBLE = "feasible: fits the budget, not proven optimal; raise time_limit_s for a proof"
-    OVER_BUDGET = "over budget: the least peak this method reaches is above the budget; raise the budget or change solver"
+    OVER_BUDGET = "over budget: this method's least peak is above the budget; raise the budget or change solver"
     INFEASIBLE = "infeasible: proven that no schedule of this class fits; raise the budget to least_bytes"
     TIME_LIMIT = "time limit: no plan found in time; raise time_limit_s"
 
 
 ANY_SCHEDULE = "any schedule in this op order, however often it recomputes"
-ONE_RERUN = "any schedule in this op order that reruns each value at most once"
+ONE_RERUN = (
+    "any schedule in this op order that keeps each forward value to its last use or computes it again once, just "
+    "before the backward first needs it (values that together take 0.1 % of the budget always kept)"
+)
 NO_BOUND = "none: this method proves nothing"
 
 

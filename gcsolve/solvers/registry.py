@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from gcsolve.errors import ArgumentError
+from gcsolve.solvers.auto import Auto
 from gcsolve.solvers.base import Solver
 from gcsolve.solvers.blocks import Blocks
 from gcsolve.solvers.chen import Chen
+from gcsolve.solvers.retention import Retention
 from gcsolve.solvers.store_all import StoreAll
 from gcsolve.solvers.uniform import Uniform, UniformSqrt
 
-_SOLVERS: tuple[Solver, ...] = (StoreAll(), Uniform(), UniformSqrt(), Blocks(), Chen())
+_SOLVERS: tuple[Solver, ...] = (Auto(), Retention(), StoreAll(), Uniform(), UniformSqrt(), Blocks(), Chen())
 SOLVERS: dict[str, Solver] = {s.name: s for s in _SOLVERS}
 
 
 def solvers() -> tuple[str, ...]:
     """Names that `solver=` accepts."""
-    return ("auto", *SOLVERS)
+    return tuple(SOLVERS)
 
 
 def get_solver(solver: str | Solver) -> Solver:
@@ -25,11 +27,9 @@ def get_solver(solver: str | Solver) -> Solver:
         ArgumentError: no solver has that name; the text lists the known.
     """
     if isinstance(solver, str):
-        if solver == "auto":
-            return SOLVERS["store_all"]
         if solver in SOLVERS:
             return SOLVERS[solver]
         raise ArgumentError(f"solver={solver!r} is not known; known solvers: {', '.join(solvers())}")
     if isinstance(solver, Solver):
         return solver
-    raise ArgumentError(f"solver={solver!r} is neither a name nor an object with solve(); names: {', '.join(solvers())}")
+    raise ArgumentError(f"solver={solver!r} is neither a name nor has solve(); names: {', '.join(solvers())}")

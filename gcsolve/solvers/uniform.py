@@ -4,9 +4,11 @@ The forward's L ops are cut into k runs of (nearly) equal length. Values read ou
 rest of each segment is rerun when the backward first reads into it. The last segment is kept whole: the backward
 starts there, so rerunning it would save nothing; k = 1 is therefore `store_all`.
 
+Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4:
+
 | paper | here |
 |---|---|
-| n layers, √n segments (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4) | L forward nodes, `UniformSqrt` |
+| n layers, √n segments | L forward nodes, `UniformSqrt` |
 | k checkpoints | `Uniform.k` segments; None: the cheapest k that fits |
 
 Cost: one replay per k tried, at most `TRIES` of them.

@@ -1,0 +1,397 @@
+"""The retention MILP of one problem: its variables, its always-present rows, and memory rows on demand.
+
+Everything here is a relaxation of the true memory of a kept set, so that each optimum is a true lower bound; what is
+left out is named where it is. The formulation stands at the head of `retention.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gcsolve.solvers._kept import NEVER, KeptReplay
+
+if TYPE_CHECKING:  # importing gcsolve loads no solver back end: functions that need it import it
+    from ortools.math_opt.python import mathopt
+
+    Linear = dict[mathopt.Variable, float]
+
+UNITS = 1000.0  # one step's cost, and the budget, in the program's units: keeps coefficients near 1
+ROW_SLACK = 1e-6  # memory rows are widened by this (of UNITS): never cuts off a plan that fits exactly
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A forward value that can be kept: its bytes, its backward readers' ends, and the forward nodes whose rerun
+    reads it. `fixed`: 0 or 1 when the decision is obvious, else None."""
+
+    value: int
+    size_bytes: int
+    producer: int
+    first_native: int
+    last_native: int
+    rerun_readers: tuple[int, ...]
+    once: bool
+    fixed: int | None
+
+
+class Choices:
+    """What there is to decide on a problem, with the obvious decisions made.
+
+    Left out: nodes whose rerun nothing in the backward can ask for, and pinned values (always there).
+    Fixed at 1 and counted as 0 bytes: values too small to matter, `tiny_share` of the largest total all together.
+    Fixed at 0: a value read by one forward node only, at least as big as all that this node makes, and its only input
+    that can be rerun: keeping the outputs instead costs no byte more at any moment and saves that node's rerun.
+    (With another rerun input the switch could delay that input's rerun, and so hold *its* inputs longer.)
+    """
+
+    def __init__(self, replay: KeptReplay, tiny_bytes: int) -> None:
+        graph = replay.problem.graph
+        first = graph.backward_start
+        self.replay = replay
+        can = [graph.nodes[i].rerunnable for i in range(first)]
+        relevant = [False] * first
+        for i in range(first - 1, -1, -1):
+            relevant[i] = can[i] and any(
+                not graph.values[v].pinned and any(j >= first or relevant[j] for j in graph.readers[v])
+                for v in graph.nodes[i].outputs
+            )
+        self.ops = [i for i in range(first) if relevant[i]]
+        rows = []
+        for v, value in enumerate(graph.values):
+            if value.producer >= first or value.pinned:
+                continue
+            native = [j for j in graph.readers[v] if j >= first]
+            rerun_readers = tuple(j for j in graph.readers[v] if j < first and relevant[j])
+            if native or rerun_readers:
+                rows.append((v, native, rerun_readers))
+        small, spent = set(), 0
+        for v, _, _ in sorted(rows, key=lambda r: (graph.values[r[0]].size_bytes, r[0])):
+            spent += graph.values[v].size_bytes
+            if spent > tiny_bytes:
+                break
+            small.add(v)
+        self.tiny_bytes = sum(graph.values[v].size_bytes for v in small)
+        self.choices: dict[int, Choice] = {}
+        for v, native, rerun_readers in rows:
+            value = graph.values[v]
+            once = not can[value.producer]
+            fixed = None
+            if v in small:
+                fixed = 1
+            elif not once and not native and self._beaten(v, rerun_readers):
+                fixed = 0
+            self.choices[v] = Choice(
+                v,
+                0 if v in small else value.size_bytes,
+                value.producer,
+                native[0] if native else NEVER,
+                native[-1] if native else -1,
+                rerun_readers,
+                once,
+                fixed,
+            )
+        self.base, self.base_between = _native_bytes(replay, self.choices)
+        self.outputs = {i: [self.choices[v] for v in graph.nodes[i].outputs if v in self.choices] for i in self.ops}
+        self.firsts = sorted({c.first_native for c in self.choices.values() if c.first_native < NEVER and c.fixed != 1})
+
+    def _beaten(self, v: int, rerun_readers: tuple[int, ...]) -> bool:
+        graph = self.replay.problem.graph
+        if len(rerun_readers) != 1:
+            return False
+        reader = graph.nodes[rerun_readers[0]]
+        if any(u != v and self._can_be_rerun(u) for u in reader.inputs):
+            return False
+        return sum(graph.values[o].size_bytes for o in reader.outputs) <= graph.values[v].size_bytes
+
+    def _can_be_rerun(self, v: int) -> bool:
+        value = self.replay.problem.graph.values[v]
+        return self.replay.can_rerun[value.producer] and not value.pinned
+
+    def moment(self, t: int) -> int:
+        """Reruns done when backward node t runs are those done at this earlier node (-1: none)."""
+        at = bisect_right(self.firsts, t)
+        return self.firsts[at - 1] if at else -1
+
+
+@dataclass(frozen=True)
+class MipResult:
+    """`bound`: in overhead. `kept`: None when no solution was found. `infeasible`: proven."""
+
+    bound: float
+    kept: frozenset[int] | None
+    infeasible: bool
+
+
+class Program:
+    """The MILP; `add_instant` adds the memory row of one moment.
+
+    `least_peak`: minimise the bytes above `budget_bytes` instead of the cost; the optimum is then in budgets' units.
+    """
+
+    def __init__(self, choices: Choices, budget_bytes: int, *, least_peak: bool = False) -> None:
+        from ortools.math_opt.python import mathopt
+
+        self.choices = choices
+        self.replay = choices.replay
+        problem = self.replay.problem
+        self.graph = problem.graph
+        self.budget_bytes = budget_bytes
+        self.unit_bytes = max(1.0, (budget_bytes - self.graph.external_bytes) / UNITS)
+        self.model = mathopt.Model(name="retention")
+        self.margin_bytes = 0
+        self.rows: list[mathopt.LinearConstraint] = []
+        self.instants: set[tuple[int, int]] = set()
+        self.peak = self.model.add_variable(lb=0.0) if least_peak else None
+        total = problem.total_cost or 1.0
+        add = self.model.add_variable
+        self.S = {
+            c.value: add(lb=float(c.fixed or 0), ub=1.0 if c.fixed is None else float(c.fixed), is_integer=True)
+            for c in choices.choices.values()
+        }
+        self.alias = self._aliases()
+        self.R = {i: add(lb=0.0, ub=1.0) for i in choices.ops if i not in self.alias}
+        for i in reversed(choices.ops):
+            if i in self.alias:
+                self.R[i] = self.R[self.alias[i]]
+        self.N: dict[tuple[int, int], mathopt.Variable | None] = {}
+        cost: Linear = {}
+        for i in choices.ops:
+            cost[self.R[i]] = cost.get(self.R[i], 0.0) + problem.cost[i] * UNITS / total
+        self.model.minimize(weighted_sum(cost) if self.peak is None else weighted_sum({self.peak: 1.0}))
+        for c in choices.choices.values():
+            self._keep_rows(c)
+
+    def _aliases(self) -> dict[int, int]:
+        """i -> j: node i is rerun exactly when j is, and just before it."""
+        alias = {}
+        for i, outputs in self.choices.outputs.items():
+            real = [c for c in outputs if c.fixed != 1]
+            if len(real) == 1 and real[0].fixed == 0 and len(real[0].rerun_readers) == 1:
+                alias[i] = real[0].rerun_readers[0]
+        return alias
+
+    def _keep_rows(self, c: Choice) -> None:
+        if c.fixed == 1:
+            return
+        held = self.S[c.value]
+        made = self.R.get(c.producer)
+        add = self.model.add_linear_constraint
+        if c.first_native < NEVER:
+            if made is None:
+                held.lower_bound = 1.0
+            else:
+                add(held + made == 1.0)
+        elif made is not None:
+            add(held + made <= 1.0)
+        readers = list(dict.fromkeys(self.R[j] for j in c.rerun_readers))
+        if c.first_native == NEVER:
+            add(held <= weighted_sum(dict.fromkeys(readers, 1.0)))
+        for r in readers:
+            if made is None:
+                add(held >= r)
+            elif made is not r:
+                add(held + made >= r)
+
+    def rerun_by(self, i: int, moment: int) -> mathopt.Variable | None:
+        """N_i: node i has been rerun once backward node `moment` has run; None is 0."""
+        if moment < 0:
+            return None
+        if i in self.alias:
+            return self.rerun_by(self.alias[i], moment)
+        key = (moment, i)
+        if key in self.N:
+            return self.N[key]
+        outputs = [c for c in self.choices.outputs[i] if c.fixed != 1]
+        if any(c.first_native <= moment for c in outputs):
+            self.N[key] = self.R[i]
+            return self.R[i]
+        causes = [(c, n) for c in outputs for j in c.rerun_readers if (n := self.rerun_by(j, moment)) is not None]
+        if not causes:
+            self.N[key] = None
+            return None
+        var = self.model.add_variable(lb=0.0, ub=1.0)
+        self.N[key] = var
+        add = self.model.add_linear_constraint
+        add(var <= self.R[i])
+        distinct = dict.fromkeys((c.value, n) for c, n in causes)
+        add(var <= weighted_sum({n: 1.0 for _, n in distinct}))
+        for v, n in distinct:
+            add(var >= n - self.S[v] if self.choices.choices[v].fixed is None else var >= n)
+        return var
+
+    def add_instant(self, node: int, before: int) -> bool:
+        """The memory row of the moment when `node` runs: natively (`before` = -1), or rerun just before backward
+        node `before`. Returns False when the row is there already."""
+        if (node, before) in self.instants:
+            return False
+        self.instants.add((node, before))
+        if before < 0 and node < self.graph.backward_start:
+            self._forward_row(node)
+        else:
+            self._backward_row(node, before)
+        return True
+
+    def _forward_row(self, t: int) -> None:
+        terms: Linear = {}
+        for c in self.choices.choices.values():
+            if c.producer < t and c.size_bytes and self._last_forward(c.value) < t:
+                _plus(terms, self.S[c.value], float(c.size_bytes))
+        self._row(terms, int(self.choices.base[t]))
+
+    def _last_forward(self, v: int) -> int:
+        return max((j for j in self.graph.readers[v] if j < self.graph.backward_start), default=-1)
+
+    def _backward_row(self, node: int, before: int) -> None:
+        choices, t = self.choices, node if before < 0 else before
+        now = choices.moment(t)
+        earlier = choices.moment(t - 1) if before >= 0 else now
+        terms: Linear = {}
+        const = int(self.choices.base[t] if before < 0 else self.choices.base_between[t])
+
+        def done(i: int) -> mathopt.Variable | None:
+            return self.rerun_by(i, now if before < 0 or i <= node else earlier)
+
+        def pending(i: int) -> Linear:
+            r, n = self.R.get(i), done(i) if i in self.R else None
+            if r is None or r is n:
+                return {}
+            return {r: 1.0} if n is None else {r: 1.0, n: -1.0}
+
+        bursting: Linear = {}
+        touched: set[int] = set()
+        if before >= 0:
+            new, old = self.rerun_by(node, now), self.rerun_by(node, earlier)
+            if new is not None and new is not old:
+                bursting = {new: 1.0} if old is None else {new: 1.0, old: -1.0}
+                touched = set(self.graph.nodes[node].inputs) | set(self.graph.nodes[node].outputs)
+            extra = int(self.replay.workspace[node] + self.replay.made_pinned[node])
+            for var, k in bursting.items():
+                _plus(terms, var, k * extra)
+
+        for c in choices.choices.values():
+            if not c.size_bytes:
+                continue
+            made = self.R.get(c.producer)
+            made_now = done(c.producer) if made is not None else None
+            if c.last_native >= t:
+                if made is None or made is made_now:
+                    const += c.size_bytes
+                else:
+                    _plus(terms, self.S[c.value], float(c.size_bytes))
+                    if made_now is not None:
+                        _plus(terms, made_now, float(c.size_bytes))
+                continue
+            own = pending(c.producer)
+            lower = []
+            for j in c.rerun_readers:
+                need = _minus(pending(j), own)
+                if any(k > 0 for k in need.values()) and need not in lower:
+                    lower.append(need)
+            if c.value in touched and bursting:
+                lower.append(bursting)
+            if not lower:
+                continue
+            if len(lower) == 1 and not any(k < 0 for k in lower[0].values()):
+                for var, k in lower[0].items():
+                    _plus(terms, var, k * c.size_bytes)
+                continue
+            alive = self.model.add_variable(lb=0.0, ub=1.0)
+            for need in lower:
+                self.model.add_linear_constraint(alive >= weighted_sum(need))
+            _plus(terms, alive, float(c.size_bytes))
+        self._row(terms, const)
+
+    def _row(self, terms: Linear, const: int) -> None:
+        scaled = {var: k / self.unit_bytes for var, k in terms.items()}
+        right = (self.budget_bytes - self.margin_bytes - const) / self.unit_bytes + ROW_SLACK
+        if self.peak is not None:
+            scaled[self.peak] = -1.0
+        self.rows.append(self.model.add_linear_constraint(weighted_sum(scaled) <= right))
+
+    def tighten(self, bytes_more: int) -> None:
+        """Lower the budget of every row, present and coming: plans get room for what the rows leave out. From here on
+        the optimum is no bound any more."""
+        self.margin_bytes += bytes_more
+        for row in self.rows:
+            row.upper_bound -= bytes_more / self.unit_bytes
+
+    def solve(self, *, time_limit_s: float, abs_gap: float) -> MipResult:
+        """Bound and kept set; `abs_gap` in overhead."""
+        return run_model(self.model, self.S, time_limit_s=time_limit_s, abs_gap=abs_gap)
+
+
+def run_model(
+    model: mathopt.Model, held: dict[int, mathopt.Variable], *, time_limit_s: float, abs_gap: float
+) -> MipResult:
+    """Minimise with HiGHS on one thread; `abs_gap` and the bound in objective / UNITS."""
+    from ortools.math_opt.python import mathopt
+
+    params = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=max(0.05, time_limit_s)),
+        random_seed=0,
+        absolute_gap_tolerance=abs_gap * UNITS,
+        relative_gap_tolerance=0.0,
+    )
+    params.highs.int_options["threads"] = 1
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+    infeasible = result.termination.reason in (
+        mathopt.TerminationReason.INFEASIBLE,
+        mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
+    )
+    bound = result.termination.objective_bounds.dual_bound
+    bound = max(0.0, bound / UNITS) if math.isfinite(bound) else 0.0
+    if not result.has_primal_feasible_solution():
+        return MipResult(bound, None, infeasible)
+    values = result.variable_values()
+    return MipResult(bound, frozenset(v for v, var in held.items() if values[var] > 0.5), False)
+
+
+def _native_bytes(replay: KeptReplay, choices: dict[int, Choice]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that every kept set has: while each node runs natively, and between a backward node and the one before.
+
+    Of a forward value that can be kept or is pinned, only the part up to its last forward reader (pinned: its last
+    reader) counts here; tiny ones count nowhere.
+    """
+    graph = replay.problem.graph
+    n = len(graph.nodes)
+    delta = np.zeros(n + 1, dtype=np.int64)
+    between = np.zeros(n + 1, dtype=np.int64)
+    for v, value in enumerate(graph.values):
+        c = choices.get(v)
+        if c is not None and not c.size_bytes:
+            continue
+        readers = graph.readers[v]
+        if c is not None:
+            readers = tuple(j for j in readers if j < graph.backward_start)
+        end = max(value.producer, readers[-1] if readers else -1)
+        delta[value.producer] += value.size_bytes
+        delta[end + 1] -= value.size_bytes
+        if end > value.producer:
+            between[value.producer + 1] += value.size_bytes
+            between[end + 1] -= value.size_bytes
+    fixed = graph.external_bytes
+    return np.cumsum(delta)[:n] + replay.workspace + fixed, np.cumsum(between)[:n] + fixed
+
+
+def weighted_sum(terms: Linear) -> mathopt.LinearExpression:
+    from ortools.math_opt.python import mathopt
+
+    return mathopt.fast_sum([k * v for v, k in terms.items()])
+
+
+def _plus(terms: Linear, var: mathopt.Variable, k: float) -> None:
+    terms[var] = terms.get(var, 0.0) + k
+
+
+def _minus(a: Linear, b: Linear) -> Linear:
+    out = dict(a)
+    for var, k in b.items():
+        _plus(out, var, -k)
+    return {var: k for var, k in out.items() if k}

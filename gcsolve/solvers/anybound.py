@@ -1,0 +1,112 @@
+"""A bound that no schedule in the given op order beats, however often it reruns: one moment at a time.
+
+Stop the clock while backward node t runs. What is alive then fits the budget together with t's inputs, outputs and
+workspace and with what the backward itself has live; what the rest of the backward reads and is not alive must be
+rerun at least once after t. Over h[d] (d is alive at t) and r[i] (i is rerun after t):
+
+    minimise Σ cost[i] r[i]
+    h[d] + r[p(d)] ≥ 1          for d read by the backward after t
+    h[d] + r[p(d)] ≥ r[i]       for d read by forward node i
+    own bytes of t + Σ bytes[d] h[d] ≤ budget
+
+a knapsack with closure, small and quick. Every schedule gives a feasible (h, r) of at most its own rerun cost, so the
+optimum is a lower bound for all of them. The largest over the moments where storing everything peaks is returned.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from gcsolve.solvers._program import ROW_SLACK, UNITS, Choices, run_model, weighted_sum
+
+MOMENTS = 8
+
+
+@dataclass(frozen=True)
+class AnyBound:
+    """`bound` in overhead; `kept`: what each moment's optimum holds; `moments`: where it looked, tightest first."""
+
+    bound: float
+    kept: tuple[frozenset[int], ...]
+    moments: tuple[int, ...]
+    infeasible: bool
+
+
+def any_schedule_bound(choices: Choices, budget_bytes: int, *, deadline: float) -> AnyBound:
+    """The largest single-moment bound over the `MOMENTS` worst, spread-out moments of the store-all step."""
+    found: list[tuple[float, int, frozenset[int]]] = []
+    for t in worst_moments(choices, budget_bytes):
+        if time.perf_counter() > deadline:
+            break
+        bound, kept, infeasible = moment_bound(choices, t, budget_bytes, time_limit_s=deadline - time.perf_counter())
+        if infeasible:
+            return AnyBound(0.0, (), (t,), True)
+        if kept is not None:
+            found.append((bound, t, kept))
+    found.sort(key=lambda f: (-f[0], f[1]))
+    return AnyBound(
+        max((f[0] for f in found), default=0.0),
+        tuple(f[2] for f in found[:2]),
+        tuple(f[1] for f in found[:3]),
+        False,
+    )
+
+
+def worst_moments(choices: Choices, budget_bytes: int) -> list[int]:
+    """Native moments from the end of the forward on at which storing everything is over budget, spread out."""
+    replay = choices.replay
+    run = replay.run(range(len(replay.size)))
+    start = max(0, replay.first_backward - 1)
+    apart = max(1, (len(run.order) - start) // 24)
+    taken: list[int] = []
+    for at in start + np.argsort(-run.bytes_at[start:], kind="stable"):
+        if run.bytes_at[at] <= budget_bytes or len(taken) >= MOMENTS:
+            break
+        if all(abs(int(at) - other) >= apart for other in taken):
+            taken.append(int(at))
+    return taken
+
+
+def moment_bound(
+    choices: Choices, t: int, budget_bytes: int, *, time_limit_s: float
+) -> tuple[float, frozenset[int] | None, bool]:
+    """(bound in overhead, what is held, proven infeasible) for the moment when node t runs."""
+    from ortools.math_opt.python import mathopt
+
+    replay = choices.replay
+    problem = replay.problem
+    graph = problem.graph
+    total = problem.total_cost or 1.0
+    unit_bytes = max(1.0, (budget_bytes - graph.external_bytes) / UNITS)
+    model = mathopt.Model(name="moment")
+    now = set(graph.nodes[t].inputs) | set(graph.nodes[t].outputs)
+    needed = [False] * graph.backward_start  # nodes whose rerun after t something may ask for
+    for i in reversed(choices.ops):
+        needed[i] = any(c.last_native > t or any(needed[j] for j in c.rerun_readers) for c in choices.outputs[i])
+    r = {i: model.add_variable(lb=0.0, ub=1.0) for i in choices.ops if needed[i]}
+    const = int(choices.base[t])
+    terms, h = {}, {}
+    for c in choices.choices.values():
+        readers = [j for j in c.rerun_readers if needed[j]]
+        here = c.value in now
+        if here and t >= graph.backward_start:
+            const += c.size_bytes
+        if not (c.last_native > t or readers):
+            continue
+        low, high = (1.0, 1.0) if here or c.fixed == 1 else (0.0, 0.0 if c.fixed == 0 else 1.0)
+        held = model.add_variable(lb=low, ub=high, is_integer=True)
+        h[c.value] = held
+        if not here and c.size_bytes:
+            terms[held] = c.size_bytes / unit_bytes
+        made = r.get(c.producer)
+        if c.last_native > t:
+            model.add_linear_constraint(held + made >= 1.0 if made is not None else held >= 1.0)
+        for j in readers:
+            model.add_linear_constraint(held + made >= r[j] if made is not None else held >= r[j])
+    model.add_linear_constraint(weighted_sum(terms) <= (budget_bytes - const) / unit_bytes + ROW_SLACK)
+    model.minimize(weighted_sum({var: problem.cost[i] * UNITS / total for i, var in r.items()}))
+    answer = run_model(model, h, time_limit_s=time_limit_s, abs_gap=1e-7)
+    return answer.bound, answer.kept, answer.infeasible

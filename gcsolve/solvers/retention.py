@@ -1,0 +1,218 @@
+"""The default: keep or rerun once, proven by a MILP whose memory rows are added only where a plan overflows.
+
+Forward F, then backward B, in their given order. A forward value is either *kept* to its last use or *rerun* once,
+just before the backward (or another rerun) first needs it, and then held to its last use.
+
+    S[d] = 1   value d is kept at the end of the forward            (binary)
+    R[i]       forward node i is rerun in the backward              (in [0, 1]; integral once S is)
+    N[i](t)    node i has been rerun by the time backward node t runs; P[i](t) = R[i] - N[i](t) is "still to come"
+
+    minimise Σ cost[i] R[i]
+    use      S[d] + R[p(d)] = 1             for d read by the backward; p(d) makes d
+    rerun    S[d] + R[p(d)] ≥ R[i]          for d read by forward node i
+    once     S[d] + R[p(d)] ≤ 1
+    needed   S[d] ≤ Σ R[i]                  for d that only reruns read: keeping what nothing reads is pointless
+    by t     N[i] = R[i] if t or an earlier node reads an output of i; otherwise N[i] ≤ R[i], N[i] ≤ Σ N[j] over the
+             readers j of its outputs d, and N[i] ≥ N[j] - S[d]
+    memory   at chosen moments t:  own bytes of t + Σ bytes[d] alive[d](t) ≤ budget, where alive[d] is
+             S[d] + N[p(d)]                           when the backward reads d at t or later
+             ≥ P[j](t) - P[p(d)](t) for readers j     otherwise: a rerun still needs d, and d is not to be made again
+    A moment is a node of F or B running, or a rerun inside the burst before a backward node.
+
+| design, Checkmate | here |
+|---|---|
+| S, R with one epoch | `Program.S`, `Program.R` |
+| FREE, U | `alive`, the memory rows (only where needed) |
+
+**Lazy rows.** Start with the end of the forward; solve; replay the kept set in exact bytes; add the moments that
+overflow, worst first and spread out; repeat. Every row is a relaxation of the true memory, so each round's dual bound
+is a true lower bound for the class (certificate `ONE_RERUN`). `anybound.py` adds the bound that no schedule beats.
+
+**Incumbents.** A kept set that overflows is repaired by exact replays (`_repair.py`); so the search can stop at the
+asked gap long before its own optimum fits.
+
+After Jain et al., "Checkmate" (MLSys 2020) and Bartan et al., "Moccasin" (ICML 2023); differs in that memory is held
+in rows of a few moments, not of all n².
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gcsolve.problem import Problem
+from gcsolve.schedule import order_from_kept, schedule_from_order
+from gcsolve.solvers._kept import KeptReplay, KeptRun
+from gcsolve.solvers._program import Choices, Program
+from gcsolve.solvers._repair import improve, repair
+from gcsolve.solvers.anybound import any_schedule_bound
+from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status, judged
+from gcsolve.solvers.minimum import minimum_peak, peak_floor
+
+ROWS_A_ROUND = 6
+TINY_SHARE = 1e-3
+"""Values that sum up to this share of the budget are kept without asking; never more than a tenth of the gap."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """`seeds`: kept sets to start from (tests and `auto` use it)."""
+
+    name: ClassVar[str] = "retention"
+    seeds: tuple[frozenset[int], ...] = ()
+
+    def solve(self, problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.005) -> Solution:
+        started = time.perf_counter()
+        graph = problem.graph
+        replay = KeptReplay(problem)
+        everything = replay.run(range(len(graph.values)))
+        if everything.peak_bytes <= problem.budget_bytes:
+            return _answer(self.name, problem, everything, 0.0, 0.0, started, gap)
+        floor_bytes, _ = peak_floor(problem)
+        if floor_bytes > problem.budget_bytes:
+            return _infeasible(self.name, problem, started, time_limit_s)
+        search = _Search(replay, problem.budget_bytes, gap, started + 0.95 * time_limit_s)
+        for kept in self.seeds:
+            search.offer(replay.run(kept))
+        proven_infeasible = search.run()
+        if search.best is None:
+            if proven_infeasible:
+                return _infeasible(self.name, problem, started, time_limit_s)
+            return _no_plan(self.name, search, started)
+        return _answer(self.name, problem, search.best, search.bound, search.any_bound, started, gap)
+
+
+class _Search:
+    """Bound from below, incumbent from above, until they meet at `gap` or the deadline strikes."""
+
+    def __init__(self, replay: KeptReplay, budget_bytes: int, gap: float, deadline: float) -> None:
+        self.replay = replay
+        self.budget_bytes = budget_bytes
+        self.gap = max(gap, 1e-9)
+        self.deadline = deadline
+        self.total = replay.problem.total_cost or 1.0
+        dynamic = budget_bytes - replay.problem.graph.external_bytes
+        self.choices = Choices(replay, int(dynamic * min(TINY_SHARE, self.gap / 10)))
+        self.best: KeptRun | None = None
+        self.bound = 0.0
+        self.any_bound = 0.0
+
+    def left(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    def offer(self, run: KeptRun) -> None:
+        """Take `run` as incumbent if it fits and is better."""
+        if run.peak_bytes <= self.budget_bytes and (self.best is None or run.key() < self.best.key()):
+            self.best = run
+
+    def met(self, part: float = 1.0) -> bool:
+        if self.best is None:
+            return False
+        overhead = self.best.rerun_cost / self.total
+        return overhead - self.bound <= part * self.gap * (1.0 + overhead) + 1e-12
+
+    def run(self) -> bool:
+        """Search; True when it is proven that nothing fits."""
+        proof = any_schedule_bound(self.choices, self.budget_bytes, deadline=self.deadline)
+        if proof.infeasible:
+            return True
+        self.bound = self.any_bound = proof.bound
+        for kept in proof.kept:
+            self._try(kept)
+        if self.met(0.1):
+            return False
+        program = Program(self.choices, self.budget_bytes)
+        for moment in proof.moments:
+            program.add_instant(moment, -1)
+        return self._rounds(program)
+
+    def _try(self, kept: frozenset[int]) -> KeptRun:
+        run = self.replay.run(kept)
+        fixed = repair(self.replay, run, self.budget_bytes, self.deadline)
+        if fixed is not None:
+            self.offer(improve(self.replay, fixed, self.budget_bytes, self.deadline))
+        return run
+
+    def _rounds(self, program: Program) -> bool:
+        while self.left() > 0:
+            answer = program.solve(time_limit_s=self.left(), abs_gap=self.gap / 4)
+            if not program.margin_bytes:
+                if answer.infeasible:
+                    return True
+                self.bound = max(self.bound, answer.bound)
+            if answer.kept is None:
+                return False
+            run = self._try(answer.kept)
+            if self.met() or run.peak_bytes <= self.budget_bytes:
+                return False
+            if not add_overflowing(program, run, self.budget_bytes):
+                program.tighten(run.peak_bytes - self.budget_bytes)
+        return False
+
+
+def add_overflowing(program: Program, run: KeptRun, budget_bytes: int) -> int:
+    """Add the rows of the moments at which `run` is over `budget_bytes`; how many were new."""
+    moments = run.moments(program.graph.backward_start)
+    apart = max(1, len(run.order) // 40)
+    added, taken = 0, []
+    for at in np.argsort(-run.bytes_at, kind="stable"):
+        if run.bytes_at[at] <= budget_bytes or added >= ROWS_A_ROUND:
+            break
+        if all(abs(int(at) - other) >= apart for other in taken):
+            taken.append(int(at))
+            added += program.add_instant(*moments[int(at)])
+    return added
+
+
+def _answer(
+    solver: str, problem: Problem, run: KeptRun, bound: float, any_bound: float, started: float, gap: float
+) -> Solution:
+    schedule = schedule_from_order(problem.graph, order_from_kept(problem.graph, run.kept))
+    return judged(
+        solver,
+        problem,
+        schedule,
+        solve_s=time.perf_counter() - started,
+        gap=gap,
+        lower_bound=bound,
+        certificate=ANY_SCHEDULE if any_bound >= bound else ONE_RERUN,
+        any_bound=any_bound,
+    )
+
+
+def _infeasible(solver: str, problem: Problem, started: float, time_limit_s: float) -> Solution:
+    """Nothing fits: say what would."""
+    left = max(1.0, started + time_limit_s - time.perf_counter())
+    least = minimum_peak(problem, time_limit_s=left)
+    return Solution(
+        solver=solver,
+        status=Status.INFEASIBLE,
+        schedule=None,
+        overhead=0.0,
+        lower_bound=0.0,
+        certificate=ONE_RERUN,
+        any_bound=0.0,
+        gap=0.0,
+        peak_bytes=0,
+        solve_s=time.perf_counter() - started,
+        least_bytes=least.bytes,
+        least_node=least.node,
+    )
+
+
+def _no_plan(solver: str, search: _Search, started: float) -> Solution:
+    return Solution(
+        solver=solver,
+        status=Status.TIME_LIMIT,
+        schedule=None,
+        overhead=0.0,
+        lower_bound=search.bound,
+        certificate=ONE_RERUN,
+        any_bound=search.any_bound,
+        gap=1.0,
+        peak_bytes=0,
+        solve_s=time.perf_counter() - started,
+    )
