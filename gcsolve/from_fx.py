@@ -231,7 +231,7 @@ class _Lowering:
             self.values.append(Value(name, size, at, held, pinned_kind if held else "activations"))
             self.by_storage[key] = len(self.values) - 1
             outputs.append(len(self.values) - 1)
-        if len(made) == 1:
+        if isinstance(node.meta.get("val"), torch.Tensor):
             self.value_of[node] = outputs[0]
         elif not made and node.meta.get("val") is not None:
             self.values.append(Value(node.name, 0, at, True))  # a number: costs nothing, is never made again

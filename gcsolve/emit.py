@@ -1,0 +1,246 @@
+"""Joint graph + Schedule -> a forward and a backward GraphModule in the planned order.
+
+The generated code takes one list, empties it, and forgets each name after its last use, so the order of the nodes is the
+schedule: a value the plan frees has no name left. Views are made where they are read, from the copy that is live then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gcsolve._torch import boxed_graph_module
+from gcsolve.errors import InvalidSchedule
+from gcsolve.from_fx import Lowered
+from gcsolve.joint import Joint
+from gcsolve.schedule import Action, Compute, Schedule
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The two graphs of a plan.
+
+    `forward` takes the inputs of `Joint.inputs` and returns its forward outputs, then the saved values. `backward` takes
+    the saved values, the inputs at positions `backward_inputs`, and the tangents, and returns the gradients in the order
+    of `Joint.gradients`.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    n_saved: int
+    backward_inputs: tuple[int, ...]
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """State of the default generator of `device`, as the next random op will find it."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def replay(state: torch.Tensor, device: torch.device, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`op(*args, **kwargs)` from generator state `state`; the generator is left as it was found."""
+    now = rng_state(device)
+    set_rng_state(state, device)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        set_rng_state(now, device)
+
+
+class _Half:
+    """One of the two graphs while it is written: which new node holds the live copy of each joint node."""
+
+    def __init__(self, lowered: Lowered, bases: dict[int, fx.Node]) -> None:
+        self.lowered = lowered
+        self.bases = bases
+        self.graph = fx.Graph()
+        self.copy_of: dict[fx.Node, fx.Node] = {}
+        self.states: dict[int, fx.Node] = {}  # value of an rng_state -> new node that holds it
+        self.views_of: dict[int, list[fx.Node]] = {}
+        self.live: set[int] = set()
+
+    def placeholder(self, node: fx.Node) -> fx.Node:
+        made = self.graph.placeholder(node.name)
+        made.meta = _meta(node)
+        self.copy_of[node] = made
+        return made
+
+    def get(self, node: fx.Node) -> fx.Node:
+        """The live copy of a joint node; a view or a constant is made here when it is not there yet."""
+        if node in self.copy_of:
+            return self.copy_of[node]
+        if node.op == "get_attr":
+            made = self.graph.get_attr(str(node.target))
+        elif node in self.lowered.views:
+            made = self._again(node)
+        else:
+            raise InvalidSchedule(f"{node.name} ({node.target}) is read where the schedule has no live copy of it")
+        self.copy_of[node] = made
+        if node in self.lowered.value_of:
+            self.views_of.setdefault(self.lowered.value_of[node], []).append(node)
+        return made
+
+    def _again(self, node: fx.Node, *helper: Any) -> fx.Node:
+        """The op of `node` on live copies; `helper` = (function, leading arguments) calls it through a function."""
+        args = fx.map_arg(node.args, self.get)
+        kwargs = fx.map_arg(node.kwargs, self.get)
+        target: Any = node.target
+        if helper:
+            target, args = helper[0], (*helper[1:], target, *args)  # type: ignore[misc]
+        made = self.graph.create_node("call_function", target, args, kwargs, name=node.name)  # type: ignore[arg-type]
+        made.meta = _meta(node)
+        return made
+
+    def compute(self, index: int, *, rerun: bool) -> None:
+        """Write the op of graph node `index` and bind its outputs; a pinned output that is live keeps its first copy."""
+        node = self.lowered.origin[index]
+        item = self.lowered.graph.nodes[index]
+        assert node is not None
+        helper: tuple[Any, ...] = ()
+        if rerun and index in self.lowered.rng_of:
+            state = self.lowered.graph.nodes[self.lowered.rng_of[index]].outputs[0]
+            helper = (replay, self.states[state], random_device(node))
+        made = self._again(node, *helper)
+        for v in item.outputs:
+            base = self.bases.get(v)
+            if base is None or v in self.live:
+                continue
+            if base is not node:
+                element = self.graph.create_node(
+                    "call_function", operator.getitem, (made, base.args[1]), name=f"{node.name}_{base.args[1]}"
+                )
+                element.meta = _meta(base)
+                self.copy_of[base] = element
+            else:
+                self.copy_of[base] = made
+        self.live.update(item.outputs)
+
+    def save_state(self, index: int) -> None:
+        """Write the capture of the generator state that a rerun of a random op will replay."""
+        node = self.lowered.origin[index]
+        assert node is not None
+        value = self.lowered.graph.nodes[index].outputs[0]
+        self.states[value] = self.graph.call_function(rng_state, (random_device(node),))
+        self.live.add(value)
+
+    def free(self, value: int) -> None:
+        """The copy of `value` and the views made of it have no name from here on."""
+        self.live.discard(value)
+        self.states.pop(value, None)
+        self.copy_of.pop(self.bases.get(value), None)  # type: ignore[arg-type]
+        for view in self.views_of.pop(value, ()):
+            self.copy_of.pop(view, None)
+
+    def holder(self, value: int) -> fx.Node:
+        return self.states[value] if value in self.states else self.copy_of[self.bases[value]]
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    return {k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
+
+
+def random_device(node: fx.Node) -> torch.device:
+    """Device whose generator a random op draws from."""
+    value = node.meta["val"]
+    first = value if isinstance(value, torch.Tensor) else value[0]
+    return first.device
+
+
+def emit(joint: Joint, lowered: Lowered, schedule: Schedule) -> Emitted:
+    """Write `schedule` out as two graphs.
+
+    Raises:
+        InvalidSchedule: the schedule reads a value that is not live (the simulator would have refused it too).
+    """
+    source = joint.graph_module.graph
+    placeholders = source.find_nodes(op="placeholder")
+    primals, tangents = placeholders[: len(joint.inputs)], placeholders[len(joint.inputs) :]
+    outputs: Any = source.output_node().args[0]
+    bases = _bases(source, lowered)
+    boundary = schedule.actions.index(Compute(lowered.forward_end))
+    end = schedule.actions.index(Compute(len(lowered.graph.nodes) - 1))  # step_end: what is live there, the caller holds
+    runs = schedule.runs(lowered.graph)
+
+    forward = _Half(lowered, bases)
+    for node in primals:
+        forward.placeholder(node)
+    ran = _write(forward, schedule.actions[:boundary], runs, frozenset())
+    results = [forward.get(n) if isinstance(n, fx.Node) else n for n in outputs[: joint.n_forward_outputs]]
+    for action in schedule.actions[boundary + 1 :]:  # what only the forward's caller held
+        if isinstance(action, Compute):
+            break
+        forward.free(action.value)
+
+    backward = _Half(lowered, bases)
+    candidates = [v for v in sorted(forward.live) if v in forward.states or v in bases]
+    saved = {v: backward.graph.placeholder(lowered.graph.values[v].name.replace(".", "_")) for v in candidates}
+    for v, made in saved.items():
+        if v in forward.states:
+            backward.states[v] = made
+        else:
+            made.meta = _meta(bases[v])
+            backward.copy_of[bases[v]] = made
+    backward.live = set(forward.live)
+    for node in (*primals, *tangents):
+        backward.placeholder(node)
+    read = {node: backward.copy_of[node] for node in primals}
+    _write(backward, schedule.actions[boundary + 1 : end], runs, ran)
+    gradients = [backward.get(outputs[p]) if isinstance(outputs[p], fx.Node) else None for p, _ in joint.gradients]
+    backward.graph.output(tuple(gradients))
+
+    for made in (*saved.values(), *read.values()):
+        if not made.users:
+            backward.graph.erase_node(made)
+    kept = [v for v, made in saved.items() if made.users]
+    forward.graph.output((*results, *(forward.holder(v) for v in kept)))
+    return Emitted(
+        _finished(joint.graph_module, forward.graph, "PlannedForward"),
+        _finished(joint.graph_module, backward.graph, "PlannedBackward"),
+        len(kept),
+        tuple(i for i, node in enumerate(primals) if read[node].users),
+    )
+
+
+def _bases(source: fx.Graph, lowered: Lowered) -> dict[int, fx.Node]:
+    """value -> the joint node that is its storage from end to end (no view)."""
+    found: dict[int, fx.Node] = {}
+    for node in source.nodes:
+        if node in lowered.value_of and node not in lowered.views:
+            found.setdefault(lowered.value_of[node], node)
+    return found
+
+
+def _write(half: _Half, actions: Sequence[Action], runs: tuple[int, ...], before: frozenset[int]) -> frozenset[int]:
+    """Write the actions into one half; returns the nodes that have run so far, `before` included."""
+    ran = set(before)
+    graph = half.lowered.graph
+    replayed = {state for at, state in half.lowered.rng_of.items() if runs[at] > 1}
+    for action in actions:
+        if not isinstance(action, Compute):
+            half.free(action.value)
+            continue
+        index = action.node
+        op = graph.nodes[index].op
+        if op == "rng_state":
+            if index in replayed:
+                half.save_state(index)
+        elif half.lowered.origin[index] is not None:
+            half.compute(index, rerun=index in ran)
+        ran.add(index)
+    return frozenset(ran)
+
+
+def _finished(root: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
+    graph.lint()
+    return boxed_graph_module(root, graph, name)

@@ -1,0 +1,148 @@
+"""Running an emitted plan under autograd: one `autograd.Function` around the two graphs.
+
+What it must get right: saved values live exactly as long as the schedule says (autograd's own list of them is emptied
+before backward starts), no autocast and no autograd inside (both are in the graphs already), mutated inputs written once,
+outputs that alias inputs handed out as such, and a clear refusal of what was not planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gcsolve._torch import disable_autocast
+from gcsolve.emit import Emitted
+from gcsolve.errors import CallError
+from gcsolve.trace import Trace
+
+
+@dataclass(frozen=True)
+class Step:
+    """An emitted plan and what its flat inputs and outputs mean: everything needed to run it on tensors."""
+
+    trace: Trace
+    emitted: Emitted
+    tangent_layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Flat outputs of the model for the tensors of `Joint.inputs`, differentiable like the untouched model's."""
+        joint = self.trace.joint
+        wanted = {at for _, at in joint.gradients}
+        returned = _Function.apply(_Call(self, inputs), *(t for i, t in enumerate(inputs) if i in wanted))
+        outputs: list[torch.Tensor] = []
+        for k, plan in enumerate(joint.outputs):
+            value = returned[plan.position]
+            if plan.kind == "input":
+                value = inputs[plan.base]
+            elif plan.kind == "view_of_input":
+                value = inputs[plan.base].as_strided(value.shape, value.stride(), value.storage_offset())
+            elif plan.kind == "view_of_output":
+                value = returned[plan.base].as_strided(value.shape, value.stride(), value.storage_offset())
+            outputs.append(value)
+        return self._guard_unplanned(outputs)
+
+    def _guard_unplanned(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs planned without a gradient refuse one instead of silently dropping it."""
+        t = self.trace
+        unplanned = [k for k in range(len(outputs)) if t.differentiable[k] and not t.takes_gradient[k]]
+        if unplanned:
+            anchor = next(o for k, o in enumerate(outputs) if t.takes_gradient[k])
+            names = tuple(t.output_paths[k] for k in unplanned)
+            guarded = _Unplanned.apply(names, anchor, *(outputs[k] for k in unplanned))
+            for k, value in zip(unplanned, guarded, strict=True):
+                outputs[k] = value
+        return outputs
+
+
+@dataclass
+class _Call:
+    """One call: the step and its inputs, handed around autograd as a plain object."""
+
+    step: Step
+    inputs: Sequence[torch.Tensor] | None
+
+    def take(self) -> list[torch.Tensor]:
+        assert self.inputs is not None
+        taken, self.inputs = list(self.inputs), None
+        return taken
+
+
+class _Function(torch.autograd.Function):
+    """Forward graph now, backward graph when the gradients come."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *_differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        step, inputs = call.step, call.take()
+        joint, emitted = step.trace.joint, step.emitted
+        with torch.no_grad(), disable_autocast():
+            results = emitted.forward.forward(list(inputs))
+            n = joint.n_forward_outputs
+            for position, at in joint.mutations:
+                inputs[at].copy_(results[position])
+        ctx.step = step
+        ctx.n_saved = emitted.n_saved
+        ctx.save_for_backward(*results[n:], *(inputs[i] for i in emitted.backward_inputs))
+        mutated = {position for position, _ in joint.mutations}
+        returned = tuple(None if p in mutated else r for p, r in enumerate(results[:n]))
+        tangents = set(joint.tangents)
+        ctx.mark_non_differentiable(
+            *(r for p, r in enumerate(returned) if p not in tangents and isinstance(r, torch.Tensor))
+        )
+        return returned  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise CallError(
+                "this backward runs with create_graph=True: a planned module has no second derivative. "
+                "Call the original model for that loss, or drop create_graph"
+            )
+        step: Step = ctx.step
+        joint = step.trace.joint
+        boxed: list[Any] = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        for position, layout in zip(joint.tangents, step.tangent_layouts, strict=True):
+            boxed.append(_laid_out(gradients[position], layout))
+        del gradients
+        with torch.no_grad(), disable_autocast():
+            made = step.emitted.backward.forward(boxed)
+        by_input = dict(zip((at for _, at in joint.gradients), made, strict=True))
+        return (None, *(by_input[at] for at in sorted(by_input)))
+
+
+def _laid_out(gradient: torch.Tensor | None, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
+    """The gradient with the strides it was traced with."""
+    assert gradient is not None  # autograd fills in zeros
+    size, stride = layout
+    if tuple(gradient.stride()) == stride:
+        return gradient
+    return torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+class _Unplanned(torch.autograd.Function):
+    """Identity whose backward refuses: a gradient arrived at an output that was planned without one."""
+
+    @staticmethod
+    def forward(ctx: Any, names: tuple[str, ...], anchor: torch.Tensor, *outputs: torch.Tensor) -> tuple[Any, ...]:
+        ctx.names = names
+        ctx.set_materialize_grads(False)
+        return tuple(o.view_as(o) for o in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        named = [name for name, g in zip(ctx.names, gradients, strict=True) if g is not None]
+        if named:
+            raise CallError(
+                f"a gradient arrived at {', '.join(named)}, which was planned without one because the model also returns a "
+                "scalar loss; call gcsolve.solve(..., grad_outputs='all') for a plan that takes it"
+            )
+        return (None, None, *(None for _ in gradients))
+
+
+def tangent_layouts(trace: Trace) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """(size, stride) that the traced backward expects of each output gradient."""
+    placeholders = trace.joint.graph_module.graph.find_nodes(op="placeholder")[len(trace.joint.inputs) :]
+    return tuple((tuple(n.meta["val"].shape), tuple(n.meta["val"].stride())) for n in placeholders)
