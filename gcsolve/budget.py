@@ -1,0 +1,67 @@
+"""What the caller wrote as a budget, in bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from numbers import Real
+from typing import Any
+
+from gcsolve.errors import ArgumentError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(|k|m|g|t|ki|mi|gi|ti)b?\s*", re.IGNORECASE)
+
+
+def budget_bytes(budget_gb: Any, budget: Any, store_all_bytes: int) -> int:
+    """The budget in bytes.
+
+    Args:
+        budget_gb: gigabytes, 1 GB = 1e9 bytes.
+        budget: a size ("20GiB", "800 MB"), or a fraction of the store-all peak in (0, 1].
+        store_all_bytes: that peak.
+
+    Raises:
+        ArgumentError: both or none are given, or the value is not a positive finite size or fraction.
+    """
+    if (budget_gb is None) == (budget is None):
+        given = "both" if budget is not None else "neither"
+        raise ArgumentError(
+            f'give one of budget_gb=<GB> and budget=<"20GiB" or a fraction of the store-all peak>; {given} was given'
+        )
+    if budget_gb is not None:
+        return int(_positive("budget_gb", budget_gb) * 10**9)
+    if isinstance(budget, str):
+        found = _SIZE.fullmatch(budget)
+        if not found:
+            raise ArgumentError(f'budget={budget!r} is not a size; write for example "20GiB", "800MB" or budget_gb=20')
+        return int(_positive("budget", float(found[1])) * _UNITS[found[2].lower()])
+    fraction = _positive("budget", budget)
+    if fraction > 1:
+        raise ArgumentError(
+            f"budget={budget!r} is above 1: as a number, budget is a fraction of the store-all peak; "
+            f'for {budget!r} GB write budget_gb={budget!r}, for bytes write budget="{budget}B"'
+        )
+    return int(fraction * store_all_bytes)
+
+
+def check_budget(budget_gb: Any, budget: Any) -> None:
+    """Refuse a budget that cannot be one, before any work is done."""
+    budget_bytes(budget_gb, budget, 1)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentError(f"{name}={value!r} is not a number")
+    number = float(value)
+    if not math.isfinite(number) or number <= 0:
+        raise ArgumentError(f"{name}={value!r} must be a finite number above 0")
+    return number
+
+
+def size_text(size: float) -> str:
+    """Bytes as people read them: 1234567 -> "1.23 MB"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{int(size)} B"

@@ -1,0 +1,107 @@
+"""Trace + device + cost model -> `Costed`: the Graph with its bytes, FLOPs and times, before any budget is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from gcsolve._torch import storage_key
+from gcsolve.cost.base import CostModel, OpInfo
+from gcsolve.cost.devices import DeviceSpec
+from gcsolve.cost.flops import op_info
+from gcsolve.cost.workspace import Workspace, workspace
+from gcsolve.from_fx import Lowered, clean, lower
+from gcsolve.optimizer import optimizer_bytes
+from gcsolve.problem import Problem
+from gcsolve.trace import Trace
+
+
+@dataclass(frozen=True)
+class Costed:
+    """`problem` has the store-all peak as its budget; `flops[i]` of node i. `estimated_workspace`: ops (by name) whose
+    workspace was estimated, not measured; `costed_by_bytes`: ops that have no FLOP formula."""
+
+    trace: Trace
+    lowered: Lowered
+    problem: Problem
+    flops: tuple[int, ...]
+    estimated_workspace: tuple[str, ...]
+    costed_by_bytes: tuple[str, ...]
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], round_bytes: Callable[[int], int] = int) -> int:
+    """Bytes of the distinct storages among `tensors`."""
+    found: dict[int, int] = {}
+    for t in tensors:
+        found[storage_key(t)] = t.untyped_storage().nbytes()
+    return sum(round_bytes(size) for size in found.values())
+
+
+def external(
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    constants: Iterable[torch.Tensor],
+    optimizer: Any,
+    round_bytes: Callable[[int], int],
+) -> tuple[tuple[str, int], ...]:
+    """(kind, bytes) of what lives through the whole step."""
+    held = {storage_key(t) for t in (*model.parameters(), *model.buffers())}
+    return (
+        ("parameters", storage_bytes(model.parameters(), round_bytes)),
+        ("buffers", storage_bytes((*model.buffers(), *constants), round_bytes)),
+        ("inputs", storage_bytes((t for t in inputs if storage_key(t) not in held), round_bytes)),
+        ("optimizer", optimizer_bytes(optimizer, model.parameters())),
+    )
+
+
+def costed(
+    trace: Trace,
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    device: DeviceSpec,
+    cost: CostModel,
+    optimizer: Any,
+    scope: str,
+    measure: bool,
+) -> Costed:
+    """Give every op of the trace its bytes, workspace, FLOPs and cost.
+
+    Args:
+        inputs: the flat tensors of the example input.
+        scope: "step" counts what always lives; "activations" only what forward and backward allocate.
+        measure: run ops that may have a workspace once on this machine; else estimate it.
+    """
+    clean(trace.joint)
+    block = device.allocator_block_bytes
+
+    def round_bytes(size: int) -> int:
+        return -(-size // block) * block
+
+    spaces: dict[fx.Node, Workspace] = {}
+
+    def space(node: fx.Node) -> int:
+        spaces[node] = workspace(node, device, measure=measure)
+        return spaces[node].size_bytes
+
+    outside = external(model, inputs, trace.joint.constants.values(), optimizer, round_bytes)
+    lowered = lower(trace, outside if scope == "step" else (), round_bytes, space)
+    infos = [_info(node, item.op) for node, item in zip(lowered.origin, lowered.graph.nodes, strict=True)]
+    costs = tuple(0.0 if info is None else cost.cost(info) for info in infos)
+    problem = Problem(lowered.graph, costs, 0, cost.unit)
+    return Costed(
+        trace,
+        lowered,
+        problem,
+        tuple(0 if info is None else info.flops for info in infos),
+        tuple(sorted({str(n.target) for n, w in spaces.items() if not w.measured and w.size_bytes})),
+        tuple(sorted({info.target for info in infos if info is not None and not info.has_formula})),
+    )
+
+
+def _info(node: fx.Node | None, op: str) -> OpInfo | None:
+    return None if node is None or op == "rng_state" else op_info(node)
