@@ -68,6 +68,7 @@ def schedule_from_order(graph: Graph, order: Sequence[int]) -> Schedule:
     Every read uses the newest copy. A pinned value keeps its first copy until its last reader.
     """
     last_use: dict[int, int] = {}  # value -> position after which its present copy is not needed
+    pinned_again: list[tuple[int, int]] = []  # (value, position) of reruns that make a pinned value again
     freed_after: list[list[int]] = [[] for _ in order]
     for at, i in enumerate(order):
         node = graph.nodes[i]
@@ -76,11 +77,15 @@ def schedule_from_order(graph: Graph, order: Sequence[int]) -> Schedule:
         for v in node.outputs:
             if v in last_use:
                 if graph.values[v].pinned:
+                    pinned_again.append((v, at))
                     continue
                 freed_after[last_use[v]].append(v)
             last_use[v] = at
     for v, at in last_use.items():
         freed_after[at].append(v)
+    for v, at in pinned_again:
+        if at > last_use[v]:  # its first copy is gone by then, so this one is live: drop it
+            freed_after[at].append(v)
     actions: list[Action] = []
     for at, i in enumerate(order):
         actions.append(Compute(i))

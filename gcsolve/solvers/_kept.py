@@ -63,6 +63,7 @@ class KeptReplay:
         self.pinned = np.array([v.pinned for v in graph.values], dtype=bool)
         self.cost = np.array(problem.cost)
         self.readers = graph.readers
+        self.outputs = [node.outputs for node in graph.nodes]
         fw = range(self.first_backward)
         can = [graph.nodes[i].rerunnable for i in fw]
         self.can_rerun = np.array([n.rerunnable for n in graph.nodes], dtype=bool)
@@ -83,6 +84,7 @@ class KeptReplay:
         edges.sort()
         self.edge_value = np.array([v for v, _ in edges], dtype=np.int64)
         self.edge_reader = np.array([j for _, j in edges], dtype=np.int64)
+        self.edge_own = self.edge_reader == self.producer[self.edge_value]
         self.edge_start = np.searchsorted(self.edge_value, np.arange(len(graph.values)))
         self.made_pinned = np.zeros(len(graph.nodes), dtype=np.int64)
         for v in graph.values:
@@ -129,7 +131,8 @@ class KeptReplay:
             last_use = np.maximum.reduceat(last_place[self.edge_reader], self.edge_start)
             # the last use of the first copy: the latest read that comes before the value is made again
             limit = remade_at[self.edge_value]
-            read_again = np.where(last_place[self.edge_reader] < limit, last_place[self.edge_reader], -1)
+            again_in_time = (last_place[self.edge_reader] < limit) & ~self.edge_own
+            read_again = np.where(again_in_time, last_place[self.edge_reader], -1)
             read_first = np.where(native_place[self.edge_reader] < limit, native_place[self.edge_reader], -1)
             first_end = np.maximum.reduceat(np.maximum(read_again, read_first), self.edge_start)
             delta = np.zeros(len(order) + 1, dtype=np.int64)

@@ -10,7 +10,6 @@ import datetime
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,7 +43,8 @@ class Choice:
 class Choices:
     """What there is to decide on a problem, with the obvious decisions made.
 
-    Left out: nodes whose rerun nothing in the backward can ask for, and pinned values (always there).
+    Left out: nodes whose rerun nothing in the backward can ask for, and values that only they read. `once`: values that
+    no rerun serves (made by a node that runs once, or pinned); they are there for as long as something reads them.
     Fixed at 1 and counted as 0 bytes: values too small to matter, `tiny_share` of the largest total all together.
     Fixed at 0: a value read by one forward node only, at least as big as all that this node makes, and its only input
     that can be rerun: keeping the outputs instead costs no byte more at any moment and saves that node's rerun.
@@ -65,7 +65,7 @@ class Choices:
         self.ops = [i for i in range(first) if relevant[i]]
         rows = []
         for v, value in enumerate(graph.values):
-            if value.producer >= first or value.pinned:
+            if value.producer >= first:
                 continue
             native = [j for j in graph.readers[v] if j >= first]
             rerun_readers = tuple(j for j in graph.readers[v] if j < first and relevant[j])
@@ -81,7 +81,7 @@ class Choices:
         self.choices: dict[int, Choice] = {}
         for v, native, rerun_readers in rows:
             value = graph.values[v]
-            once = not can[value.producer]
+            once = value.pinned or not can[value.producer]
             fixed = None
             if v in small:
                 fixed = 1
@@ -98,7 +98,10 @@ class Choices:
                 fixed,
             )
         self.base, self.base_between = _native_bytes(replay, self.choices)
-        self.outputs = {i: [self.choices[v] for v in graph.nodes[i].outputs if v in self.choices] for i in self.ops}
+        self.outputs = {
+            i: [self.choices[v] for v in graph.nodes[i].outputs if v in self.choices and not self.choices[v].once]
+            for i in self.ops
+        }
         self.firsts = sorted({c.first_native for c in self.choices.values() if c.first_native < NEVER and c.fixed != 1})
 
     def _beaten(self, v: int, rerun_readers: tuple[int, ...]) -> bool:
@@ -181,7 +184,7 @@ class Program:
         if c.fixed == 1:
             return
         held = self.S[c.value]
-        made = self.R.get(c.producer)
+        made = None if c.once else self.R.get(c.producer)
         add = self.model.add_linear_constraint
         if c.first_native < NEVER:
             if made is None:
@@ -271,14 +274,18 @@ class Program:
             if new is not None and new is not old:
                 bursting = {new: 1.0} if old is None else {new: 1.0, old: -1.0}
                 touched = set(self.graph.nodes[node].inputs) | set(self.graph.nodes[node].outputs)
-            extra = int(self.replay.workspace[node] + self.replay.made_pinned[node])
+            extra = int(self.replay.workspace[node] + self.replay.made_pinned[node]) + sum(
+                self.graph.values[v].size_bytes
+                for v in self.graph.nodes[node].outputs
+                if v not in choices.choices and not self.graph.values[v].pinned
+            )
             for var, k in bursting.items():
                 _plus(terms, var, k * extra)
 
         for c in choices.choices.values():
             if not c.size_bytes:
                 continue
-            made = self.R.get(c.producer)
+            made = None if c.once else self.R.get(c.producer)
             made_now = done(c.producer) if made is not None else None
             if c.last_native >= t:
                 if made is None or made is made_now:
@@ -288,7 +295,7 @@ class Program:
                     if made_now is not None:
                         _plus(terms, made_now, float(c.size_bytes))
                 continue
-            own = pending(c.producer)
+            own = {} if made is None else pending(c.producer)
             lower = []
             for j in c.rerun_readers:
                 need = _minus(pending(j), own)
@@ -356,8 +363,7 @@ def run_model(
 def _native_bytes(replay: KeptReplay, choices: dict[int, Choice]) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that every kept set has: while each node runs natively, and between a backward node and the one before.
 
-    Of a forward value that can be kept or is pinned, only the part up to its last forward reader (pinned: its last
-    reader) counts here; tiny ones count nowhere.
+    Of a forward value that can be kept, only the part up to its last forward reader counts here; tiny ones nowhere.
     """
     graph = replay.problem.graph
     n = len(graph.nodes)
@@ -380,7 +386,7 @@ def _native_bytes(replay: KeptReplay, choices: dict[int, Choice]) -> tuple[np.nd
     return np.cumsum(delta)[:n] + replay.workspace + fixed, np.cumsum(between)[:n] + fixed
 
 
-def weighted_sum(terms: Linear) -> mathopt.LinearExpression:
+def weighted_sum(terms: Linear) -> mathopt.LinearBase:
     from ortools.math_opt.python import mathopt
 
     return mathopt.fast_sum([k * v for v, k in terms.items()])

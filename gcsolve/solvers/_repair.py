@@ -1,7 +1,8 @@
 """Kept sets made to fit, and made better, by exact replays: the incumbents of `retention` and `minimum`.
 
-`repair` lowers what overflows by dropping kept values that are alive there or keeping rerun ones (a checkpoint shortens
-a burst), the move with most overflow removed per cost first. `improve` keeps more while that saves cost and fits.
+`repair` lowers what overflows by dropping what is kept or keeping what is rerun (a checkpoint shortens a burst), the
+move with most overflow removed per cost first. `improve` keeps more while that saves cost and fits. A move is about
+all outputs of a node: a kept output of a node that is rerun would be dropped and made again.
 Both are deterministic; they stop early only at the deadline.
 """
 
@@ -33,8 +34,8 @@ def repair(replay: KeptReplay, run: KeptRun, budget_bytes: int, deadline: float)
         if time.perf_counter() > deadline:
             return None
         best, best_score, best_over = None, 0.0, now
-        for move in _moves(replay, run):
-            trial = replay.run(run.kept ^ {move})
+        for kept in _moves(replay, run):
+            trial = replay.run(kept)
             over = overflow(trial, budget_bytes)
             if over < now:
                 score = (now - over) / max(trial.rerun_cost - run.rerun_cost, least)
@@ -47,41 +48,36 @@ def repair(replay: KeptReplay, run: KeptRun, budget_bytes: int, deadline: float)
 
 
 def improve(replay: KeptReplay, run: KeptRun, budget_bytes: int, deadline: float) -> KeptRun:
-    """Keep rerun values, dearest rerun first, as long as the run fits and gets cheaper (or equal with less peak)."""
-    run = replay.run(run.kept)
-    cost = replay.cost
-    rerun = [v for v in range(len(replay.size)) if _is_rerun(replay, run, v)]
-    rerun.sort(key=lambda v: (-cost[replay.producer[v]] / max(1, replay.size[v]), v))
-    for v in rerun:
+    """Keep what is rerun, most cost saved per byte first, as long as the run fits and gets cheaper."""
+    rerun = [i for i in range(replay.first_backward) if run.rerun_at[i] < NEVER]
+    rerun.sort(key=lambda i: (-replay.cost[i] / max(1, _bytes(replay, i)), i))
+    for i in rerun:
         if time.perf_counter() > deadline:
             break
-        if not _is_rerun(replay, run, v):
-            continue
-        trial = replay.run(run.kept | {v})
-        if trial.peak_bytes <= budget_bytes and trial.key() < run.key():
-            run = trial
+        if run.rerun_at[i] < NEVER:
+            trial = replay.run(run.kept | set(replay.outputs[i]))
+            if trial.peak_bytes <= budget_bytes and trial.key() < run.key():
+                run = trial
     return run
 
 
-def _is_rerun(replay: KeptReplay, run: KeptRun, v: int) -> bool:
-    i = int(replay.producer[v])
-    return i < replay.first_backward and run.rerun_at[i] < NEVER and v not in run.kept and not replay.pinned[v]
+def _bytes(replay: KeptReplay, i: int) -> int:
+    return int(sum(replay.size[v] for v in replay.outputs[i]))
 
 
-def _moves(replay: KeptReplay, run: KeptRun) -> list[int]:
-    """Values to drop or keep: the largest of those kept and of those rerun, `MOVES` in all."""
+def _moves(replay: KeptReplay, run: KeptRun) -> list[frozenset[int]]:
+    """Kept sets one node away: those that keep one node less, largest first, and one node more, smallest first."""
     kept, rerun = [], []
-    for v in range(len(replay.size)):
-        i = int(replay.producer[v])
-        if not replay.can_rerun[i] or replay.pinned[v] or not replay.size[v]:
-            continue
-        if v in run.kept:
-            kept.append(v)
-        elif run.rerun_at[i] < NEVER:
-            rerun.append(v)
-    kept.sort(key=lambda v: (-int(replay.size[v]), v))
-    rerun.sort(key=lambda v: (int(replay.size[v]), v))
-    return kept[: MOVES // 2] + rerun[: MOVES // 2]
+    for i in range(replay.first_backward):
+        if run.rerun_at[i] < NEVER:
+            rerun.append(i)
+        elif replay.can_rerun[i] and any(v in run.kept and replay.size[v] for v in replay.outputs[i]):
+            kept.append(i)
+    kept.sort(key=lambda i: (-_bytes(replay, i), i))
+    rerun.sort(key=lambda i: (_bytes(replay, i), i))
+    return [run.kept.difference(replay.outputs[i]) for i in kept[: MOVES // 2]] + [
+        run.kept.union(replay.outputs[i]) for i in rerun[: MOVES // 2]
+    ]
 
 
 def lower_peak(replay: KeptReplay, run: KeptRun, floor_bytes: int, deadline: float) -> KeptRun:

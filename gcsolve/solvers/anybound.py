@@ -101,7 +101,7 @@ def moment_bound(
         h[c.value] = held
         if not here and c.size_bytes:
             terms[held] = c.size_bytes / unit_bytes
-        made = r.get(c.producer)
+        made = None if c.once else r.get(c.producer)
         if c.last_native > t:
             model.add_linear_constraint(held + made >= 1.0 if made is not None else held >= 1.0)
         for j in readers:
