@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gcsolve.solvers._kept import NEVER, KeptReplay
+from gcsolve.solvers._kept import NEVER, KeptReplay, KeptRun
 
 if TYPE_CHECKING:  # importing gcsolve loads no solver back end: functions that need it import it
     from ortools.math_opt.python import mathopt
 
     Linear = dict[mathopt.Variable, float]
 
-UNITS = 1000.0  # one step's cost, and the budget, in the program's units: keeps coefficients near 1
-ROW_SLACK = 1e-6  # memory rows are widened by this (of UNITS): never cuts off a plan that fits exactly
+UNITS = 1000.0  # one step's cost in the program's units: keeps coefficients near 1
+BYTE_UNITS = 100.0  # the budget above external bytes, likewise
+ROW_SLACK = 1e-7  # memory rows are widened by this (of BYTE_UNITS): never cuts off a plan that fits exactly
+ROWS_A_ROUND = 6
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,9 @@ class MipResult:
 
 
 class Program:
-    """The MILP; `add_instant` adds the memory row of one moment.
+    """The MILP; `add_instant` adds the memory row of one moment."""
 
-    `least_peak`: minimise the bytes above `budget_bytes` instead of the cost; the optimum is then in budgets' units.
-    """
-
-    def __init__(self, choices: Choices, budget_bytes: int, *, least_peak: bool = False) -> None:
+    def __init__(self, choices: Choices, budget_bytes: int) -> None:
         from ortools.math_opt.python import mathopt
 
         self.choices = choices
@@ -146,12 +145,11 @@ class Program:
         problem = self.replay.problem
         self.graph = problem.graph
         self.budget_bytes = budget_bytes
-        self.unit_bytes = max(1.0, (budget_bytes - self.graph.external_bytes) / UNITS)
+        self.unit_bytes = max(1.0, (budget_bytes - self.graph.external_bytes) / BYTE_UNITS)
         self.model = mathopt.Model(name="retention")
         self.margin_bytes = 0
-        self.rows: list[mathopt.LinearConstraint] = []
+        self.rows: list[tuple[mathopt.LinearConstraint, int]] = []  # each with its own constant bytes
         self.instants: set[tuple[int, int]] = set()
-        self.peak = self.model.add_variable(lb=0.0) if least_peak else None
         total = problem.total_cost or 1.0
         add = self.model.add_variable
         self.S = {
@@ -167,7 +165,7 @@ class Program:
         cost: Linear = {}
         for i in choices.ops:
             cost[self.R[i]] = cost.get(self.R[i], 0.0) + problem.cost[i] * UNITS / total
-        self.model.minimize(weighted_sum(cost) if self.peak is None else weighted_sum({self.peak: 1.0}))
+        self.model.minimize(weighted_sum(cost))
         for c in choices.choices.values():
             self._keep_rows(c)
 
@@ -318,20 +316,36 @@ class Program:
     def _row(self, terms: Linear, const: int) -> None:
         scaled = {var: k / self.unit_bytes for var, k in terms.items()}
         right = (self.budget_bytes - self.margin_bytes - const) / self.unit_bytes + ROW_SLACK
-        if self.peak is not None:
-            scaled[self.peak] = -1.0
-        self.rows.append(self.model.add_linear_constraint(weighted_sum(scaled) <= right))
+        self.rows.append((self.model.add_linear_constraint(weighted_sum(scaled) <= right), const))
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget of every row."""
+        self.budget_bytes = budget_bytes
+        for row, const in self.rows:
+            row.upper_bound = (budget_bytes - self.margin_bytes - const) / self.unit_bytes + ROW_SLACK
 
     def tighten(self, bytes_more: int) -> None:
-        """Lower the budget of every row, present and coming: plans get room for what the rows leave out. From here on
-        the optimum is no bound any more."""
+        """Give plans room for what the rows leave out. From here on the optimum is no bound any more."""
         self.margin_bytes += bytes_more
-        for row in self.rows:
-            row.upper_bound -= bytes_more / self.unit_bytes
+        self.set_budget(self.budget_bytes)
 
     def solve(self, *, time_limit_s: float, abs_gap: float) -> MipResult:
         """Bound and kept set; `abs_gap` in overhead."""
         return run_model(self.model, self.S, time_limit_s=time_limit_s, abs_gap=abs_gap)
+
+
+def add_overflowing(program: Program, run: KeptRun, budget_bytes: int) -> int:
+    """Add the rows of the moments at which `run` is over `budget_bytes`; how many were new."""
+    moments = run.moments(program.graph.backward_start)
+    apart = max(1, len(run.order) // 40)
+    added, taken = 0, []
+    for at in np.argsort(-run.bytes_at, kind="stable"):
+        if run.bytes_at[at] <= budget_bytes or added >= ROWS_A_ROUND:
+            break
+        if all(abs(int(at) - other) >= apart for other in taken):
+            taken.append(int(at))
+            added += program.add_instant(*moments[int(at)])
+    return added
 
 
 def run_model(

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 
+from gcsolve.graph import Graph
 from gcsolve.solvers._kept import NEVER, KeptReplay, KeptRun
 
 MOVES = 48
@@ -80,14 +81,7 @@ def _moves(replay: KeptReplay, run: KeptRun) -> list[frozenset[int]]:
     ]
 
 
-def lower_peak(replay: KeptReplay, run: KeptRun, floor_bytes: int, deadline: float) -> KeptRun:
-    """The least peak that repairs reach from `run`, asking for a little less each time."""
-    while run.peak_bytes > floor_bytes and time.perf_counter() < deadline:
-        aim = max(floor_bytes, run.peak_bytes - max(1, (run.peak_bytes - floor_bytes) // 20))
-        found = repair(replay, run, aim, deadline)
-        if found is None:
-            found = repair(replay, run, run.peak_bytes - 1, deadline)
-        if found is None:
-            break
-        run = found
-    return run
+def whole_nodes(graph: Graph, kept: frozenset[int]) -> frozenset[int]:
+    """`kept` with every output of each node of which some output is kept."""
+    nodes = sorted({graph.values[v].producer for v in kept})
+    return frozenset(v for i in nodes for v in graph.nodes[i].outputs)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gcsolve.solvers._program import ROW_SLACK, UNITS, Choices, run_model, weighted_sum
+from gcsolve.solvers._program import BYTE_UNITS, ROW_SLACK, UNITS, Choices, run_model, weighted_sum
 
 MOMENTS = 8
 
@@ -35,13 +35,14 @@ class AnyBound:
     infeasible: bool
 
 
-def any_schedule_bound(choices: Choices, budget_bytes: int, *, deadline: float) -> AnyBound:
+def any_schedule_bound(choices: Choices, budget_bytes: int, *, deadline: float, abs_gap: float) -> AnyBound:
     """The largest single-moment bound over the `MOMENTS` worst, spread-out moments of the store-all step."""
     found: list[tuple[float, int, frozenset[int]]] = []
     for t in worst_moments(choices, budget_bytes):
         if time.perf_counter() > deadline:
             break
-        bound, kept, infeasible = moment_bound(choices, t, budget_bytes, time_limit_s=deadline - time.perf_counter())
+        left = deadline - time.perf_counter()
+        bound, kept, infeasible = moment_bound(choices, t, budget_bytes, time_limit_s=left / 4, abs_gap=abs_gap)
         if infeasible:
             return AnyBound(0.0, (), (t,), True)
         if kept is not None:
@@ -71,7 +72,7 @@ def worst_moments(choices: Choices, budget_bytes: int) -> list[int]:
 
 
 def moment_bound(
-    choices: Choices, t: int, budget_bytes: int, *, time_limit_s: float
+    choices: Choices, t: int, budget_bytes: int, *, time_limit_s: float, abs_gap: float
 ) -> tuple[float, frozenset[int] | None, bool]:
     """(bound in overhead, what is held, proven infeasible) for the moment when node t runs."""
     from ortools.math_opt.python import mathopt
@@ -80,7 +81,7 @@ def moment_bound(
     problem = replay.problem
     graph = problem.graph
     total = problem.total_cost or 1.0
-    unit_bytes = max(1.0, (budget_bytes - graph.external_bytes) / UNITS)
+    unit_bytes = max(1.0, (budget_bytes - graph.external_bytes) / BYTE_UNITS)
     model = mathopt.Model(name="moment")
     now = set(graph.nodes[t].inputs) | set(graph.nodes[t].outputs)
     needed = [False] * graph.backward_start  # nodes whose rerun after t something may ask for
@@ -108,5 +109,5 @@ def moment_bound(
             model.add_linear_constraint(held + made >= r[j] if made is not None else held >= r[j])
     model.add_linear_constraint(weighted_sum(terms) <= (budget_bytes - const) / unit_bytes + ROW_SLACK)
     model.minimize(weighted_sum({var: problem.cost[i] * UNITS / total for i, var in r.items()}))
-    answer = run_model(model, h, time_limit_s=time_limit_s, abs_gap=1e-7)
+    answer = run_model(model, h, time_limit_s=time_limit_s, abs_gap=abs_gap)
     return answer.bound, answer.kept, answer.infeasible

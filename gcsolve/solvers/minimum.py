@@ -1,27 +1,34 @@
 """The least peak: how far a budget can fall before no kept set fits, and the op that stops it.
 
-The MILP of `retention.py` with another objective: minimise Z, every memory row bounded by Z instead of the budget.
-Rows are added lazily in the same way; each optimum is a lower bound on the least peak of the class, each replayed
-kept set an upper one. `peak_floor` is the instant bound: no schedule at all runs a node in less than what it reads,
-makes and works in, plus what always lives.
+Bisection over the budget. A probe asks the MILP of `retention.py` for any plan at that budget (the cost objective
+with a loose gap: it leads to plans much faster than minimising the peak itself), replays it, repairs it, adds the rows
+that overflow, and asks again. A plan lowers the upper end; a proof of infeasibility raises the lower one; a probe that
+runs out of its time share does neither. `peak_floor` is the instant bound: no schedule at all runs a node in less than
+what it reads, makes and works in, plus what always lives.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from gcsolve.graph import Graph
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule, order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solvers._kept import KeptReplay, KeptRun
-from gcsolve.solvers._program import UNITS, Choices, Program
-from gcsolve.solvers._repair import lower_peak
+from gcsolve.solvers._program import Choices, Program, add_overflowing
+from gcsolve.solvers._repair import repair, whole_nodes
+from gcsolve.solvers.uniform import uniform_kept
 
-REL_TOLERANCE = 1e-3
+REL_TOLERANCE = 2e-3
 """Stop when the least peak is known to this share of the bytes above the external ones."""
+LOOSE_GAP = 0.05
+PROBE_SHARE = 0.25
+"""A probe may take this share of the time that is left."""
 
 
 @dataclass(frozen=True)
@@ -59,46 +66,58 @@ def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
     started = time.perf_counter()
     deadline = started + 0.95 * time_limit_s
     replay = KeptReplay(problem)
-    floor, _ = peak_floor(problem)
-    best = replay.run(())
-    best = _lower(best, replay.run(range(len(problem.graph.values))))
-    lower = floor
-    tolerance = int(REL_TOLERANCE * max(0, best.peak_bytes - problem.graph.external_bytes))
-    best = _lower(best, lower_peak(replay, best, lower, deadline))
-    program = Program(Choices(replay, tolerance // 4), floor, least_peak=True)
-    add_worst(program, best)
-    while best.peak_bytes > lower + tolerance and time.perf_counter() < deadline:
-        answer = program.solve(
-            time_limit_s=deadline - time.perf_counter(), abs_gap=tolerance / 2 / program.unit_bytes / UNITS
-        )
-        lower = max(lower, min(best.peak_bytes, floor + int(answer.bound * UNITS * program.unit_bytes)))
+    graph = problem.graph
+    best = least_run(replay.run(kept) for kept in _starts(graph))
+    lower, _ = peak_floor(problem)
+    hoped = lower  # no plan was found below it: proven or out of time
+    tolerance = int(REL_TOLERANCE * max(0, best.peak_bytes - graph.external_bytes))
+    program = Program(Choices(replay, tolerance // 4), best.peak_bytes)
+    while best.peak_bytes > hoped + tolerance and time.perf_counter() < deadline:
+        aim = (hoped + best.peak_bytes) // 2
+        run, proven = _probe(program, best, aim, deadline)
+        if run is not None:
+            best = least_run((best, run))
+        else:
+            hoped = aim
+            lower = max(lower, aim + 1) if proven else lower
+    schedule = schedule_from_order(graph, order_from_kept(graph, best.kept))
+    peak = simulate(problem, schedule).peak_bytes
+    node = int(best.order[int(best.bytes_at.argmax())]) if len(best.order) else 0
+    return MinimumPeak(peak, min(lower, peak), node, schedule, time.perf_counter() - started)
+
+
+def _probe(program: Program, best: KeptRun, aim: int, deadline: float) -> tuple[KeptRun | None, bool]:
+    """(a run within `aim` bytes or None, proven that there is none)."""
+    until = min(deadline, time.perf_counter() + max(0.5, PROBE_SHARE * (deadline - time.perf_counter())))
+    program.set_budget(aim)
+    add_overflowing(program, best, aim)
+    while (left := until - time.perf_counter()) > 0:
+        answer = program.solve(time_limit_s=left, abs_gap=LOOSE_GAP)
         if answer.kept is None:
-            break
-        run = replay.run(answer.kept)
-        best = _lower(best, run)
-        added = add_worst(program, run)
-        best = _lower(best, lower_peak(replay, run, lower, deadline))
-        if not added:
-            break
-    schedule = schedule_from_order(problem.graph, order_from_kept(problem.graph, best.kept))
-    seen = simulate(problem, schedule)
-    node = best.order[int(best.bytes_at.argmax())] if len(best.order) else 0
-    return MinimumPeak(seen.peak_bytes, min(lower, seen.peak_bytes), int(node), schedule, time.perf_counter() - started)
+            return None, answer.infeasible
+        run = program.replay.run(answer.kept)
+        if run.peak_bytes > aim:
+            added = add_overflowing(program, run, aim)
+            fixed = repair(program.replay, run, aim, until)
+            if fixed is None and not added:
+                return None, False
+            run = fixed or run
+        if run.peak_bytes <= aim:
+            return run, False
+    return None, False
 
 
-def _lower(a: KeptRun, b: KeptRun) -> KeptRun:
-    return b if (b.peak_bytes, b.rerun_cost) < (a.peak_bytes, a.rerun_cost) else a
+def _starts(graph: Graph) -> list[frozenset[int]]:
+    """Kept sets to begin with: everything, nothing, and a checkpoint per segment."""
+    ops = graph.backward_start
+    counts = sorted({max(1, round(ops ** (s / 12))) for s in range(13)}) if ops else []
+    return [
+        frozenset(range(len(graph.values))),
+        frozenset(),
+        *(whole_nodes(graph, uniform_kept(graph, k)) for k in counts),
+    ]
 
 
-def add_worst(program: Program, run: KeptRun, rows: int = 6) -> int:
-    """Add the rows of the highest, spread-out moments of `run` that are not there yet; how many were new."""
-    moments = run.moments(program.graph.backward_start)
-    apart = max(1, len(run.order) // 40)
-    added, taken = 0, []
-    for at in np.argsort(-run.bytes_at, kind="stable")[: 20 * rows]:
-        if added >= rows:
-            break
-        if all(abs(int(at) - other) >= apart for other in taken):
-            taken.append(int(at))
-            added += program.add_instant(*moments[int(at)])
-    return added
+def least_run(runs: Iterable[KeptRun]) -> KeptRun:
+    """The run with the least peak; ties: the cheaper, then the first."""
+    return min(runs, key=lambda r: (r.peak_bytes, r.rerun_cost))

@@ -41,18 +41,17 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.solvers._kept import KeptReplay, KeptRun
-from gcsolve.solvers._program import Choices, Program
+from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import improve, repair
 from gcsolve.solvers.anybound import any_schedule_bound
 from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status, judged
 from gcsolve.solvers.minimum import minimum_peak, peak_floor
 
-ROWS_A_ROUND = 6
+LOOSE_GAP = 0.02
+BOUND_SHARE = 0.25
 TINY_SHARE = 1e-3
 """Values that sum up to this share of the budget are kept without asking; never more than a tenth of the gap."""
 
@@ -116,7 +115,8 @@ class _Search:
 
     def run(self) -> bool:
         """Search; True when it is proven that nothing fits."""
-        proof = any_schedule_bound(self.choices, self.budget_bytes, deadline=self.deadline)
+        until = time.perf_counter() + BOUND_SHARE * self.left()
+        proof = any_schedule_bound(self.choices, self.budget_bytes, deadline=until, abs_gap=self.gap / 20)
         if proof.infeasible:
             return True
         self.bound = self.any_bound = proof.bound
@@ -137,8 +137,11 @@ class _Search:
         return run
 
     def _rounds(self, program: Program) -> bool:
+        """Solve, replay, add rows. Early rounds stop at a loose gap: their plans only show which rows are missing."""
+        finest = self.gap / 4
+        abs_gap = max(finest, LOOSE_GAP)
         while self.left() > 0:
-            answer = program.solve(time_limit_s=self.left(), abs_gap=self.gap / 4)
+            answer = program.solve(time_limit_s=self.left(), abs_gap=abs_gap)
             if not program.margin_bytes:
                 if answer.infeasible:
                     return True
@@ -146,25 +149,16 @@ class _Search:
             if answer.kept is None:
                 return False
             run = self._try(answer.kept)
-            if self.met() or run.peak_bytes <= self.budget_bytes:
+            if self.met():
                 return False
-            if not add_overflowing(program, run, self.budget_bytes):
+            added = add_overflowing(program, run, self.budget_bytes)
+            if not added and abs_gap > finest:
+                abs_gap = max(finest, abs_gap / 4)
+            elif run.peak_bytes <= self.budget_bytes:
+                return False
+            elif not added:
                 program.tighten(run.peak_bytes - self.budget_bytes)
         return False
-
-
-def add_overflowing(program: Program, run: KeptRun, budget_bytes: int) -> int:
-    """Add the rows of the moments at which `run` is over `budget_bytes`; how many were new."""
-    moments = run.moments(program.graph.backward_start)
-    apart = max(1, len(run.order) // 40)
-    added, taken = 0, []
-    for at in np.argsort(-run.bytes_at, kind="stable"):
-        if run.bytes_at[at] <= budget_bytes or added >= ROWS_A_ROUND:
-            break
-        if all(abs(int(at) - other) >= apart for other in taken):
-            taken.append(int(at))
-            added += program.add_instant(*moments[int(at)])
-    return added
 
 
 def _answer(
