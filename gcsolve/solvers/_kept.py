@@ -25,6 +25,7 @@ class KeptRun:
     """One kept set, replayed. `rerun_cost`: cost of the reruns; `order[at]` stands at `bytes_at[at]`.
 
     `rerun_at[i]`: the backward node just before which forward node i is rerun, `NEVER` if it is not.
+    `spans`: per value, places in the order where its first copy is made, last read, its second made, last read.
     """
 
     kept: frozenset[int]
@@ -33,10 +34,22 @@ class KeptRun:
     order: np.ndarray
     bytes_at: np.ndarray
     rerun_at: np.ndarray
+    spans: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+    def alive(self, at: int) -> np.ndarray:
+        """For each value whether it is alive at place `at` of the order."""
+        made, read, made_again, read_again = self.spans
+        return ((made <= at) & (at <= read)) | ((made_again <= at) & (at <= read_again))
 
     def key(self) -> tuple[float, int]:
         """Cheapest first, then least peak."""
         return self.rerun_cost, self.peak_bytes
+
+    def burst(self, at: int, first_backward: int) -> int:
+        """The backward node that runs at place `at` or next after it; -1 when there is none."""
+        later = self.order[at:]
+        found = np.flatnonzero(later >= first_backward)
+        return int(later[found[0]]) if len(found) and at >= first_backward else -1
 
     def moments(self, first_backward: int) -> list[tuple[int, int]]:
         """For each place in the order (node, the backward node before which it is a rerun; -1 when it is native)."""
@@ -62,6 +75,7 @@ class KeptReplay:
         self.producer = np.array([v.producer for v in graph.values], dtype=np.int64)
         self.pinned = np.array([v.pinned for v in graph.values], dtype=bool)
         self.cost = np.array(problem.cost)
+        self.cost_scale = max(problem.total_cost, 1e-12) * 1e-3
         self.readers = graph.readers
         self.outputs = [node.outputs for node in graph.nodes]
         fw = range(self.first_backward)
@@ -125,6 +139,7 @@ class KeptReplay:
 
         if not len(self.size):
             total = np.zeros(len(order), dtype=np.int64)
+            spans = (total, total, total, total)
         else:
             remade = (rerun_place[self.producer] >= 0) & ~self.pinned
             remade_at = np.where(remade, rerun_place[self.producer], len(order))
@@ -141,11 +156,12 @@ class KeptReplay:
             np.add.at(delta, remade_at[remade], self.size[remade])
             np.add.at(delta, last_use[remade] + 1, -self.size[remade])
             total = np.cumsum(delta[:-1])
+            spans = (native_place[self.producer], first_end, remade_at, last_use)
         total = total + self.workspace[order] + self.problem.graph.external_bytes
         if len(again):
             total[place[n:]] += self.made_pinned[again]
         peak = int(total.max()) if len(total) else self.problem.graph.external_bytes
-        return KeptRun(kept, math.fsum(self.cost[again]), peak, order, total, at)
+        return KeptRun(kept, math.fsum(self.cost[again]), peak, order, total, at, spans)
 
 
 def best_kept(runs: Iterable[KeptRun], budget_bytes: int) -> KeptRun:

@@ -15,8 +15,10 @@ import numpy as np
 from gcsolve.graph import Graph
 from gcsolve.solvers._kept import NEVER, KeptReplay, KeptRun
 
-MOVES = 48
-STEPS = 80
+MOVES = 32
+STEPS = 40
+HOPELESS = 0.2
+"""A run further over than this share of the budget (above external bytes) is not repaired."""
 
 
 def overflow(run: KeptRun, budget_bytes: int) -> float:
@@ -29,6 +31,8 @@ def repair(replay: KeptReplay, run: KeptRun, budget_bytes: int, deadline: float)
     """A run that fits, reached from `run` by single moves; None when no move helps any more."""
     least = max(replay.problem.total_cost, 1.0) * 1e-6
     now = overflow(run, budget_bytes)
+    if now > HOPELESS * (budget_bytes - replay.problem.graph.external_bytes):
+        return None
     for _ in range(STEPS):
         if run.peak_bytes <= budget_bytes:
             return run
@@ -67,17 +71,24 @@ def _bytes(replay: KeptReplay, i: int) -> int:
 
 
 def _moves(replay: KeptReplay, run: KeptRun) -> list[frozenset[int]]:
-    """Kept sets one node away: those that keep one node less, largest first, and one node more, smallest first."""
-    kept, rerun = [], []
+    """Kept sets one node away that may lower the peak: drop what is kept and alive there, largest and cheapest first;
+    keep what is rerun and alive there or in the same burst, smallest first."""
+    at = int(run.bytes_at.argmax())
+    here = {int(i) for i in replay.producer[run.alive(at)]}
+    burst = run.burst(at, replay.first_backward)
+    drop, keep = [], []
     for i in range(replay.first_backward):
+        if not replay.can_rerun[i]:
+            continue
         if run.rerun_at[i] < NEVER:
-            rerun.append(i)
-        elif replay.can_rerun[i] and any(v in run.kept and replay.size[v] for v in replay.outputs[i]):
-            kept.append(i)
-    kept.sort(key=lambda i: (-_bytes(replay, i), i))
-    rerun.sort(key=lambda i: (_bytes(replay, i), i))
-    return [run.kept.difference(replay.outputs[i]) for i in kept[: MOVES // 2]] + [
-        run.kept.union(replay.outputs[i]) for i in rerun[: MOVES // 2]
+            if i in here or run.rerun_at[i] == burst:
+                keep.append(i)
+        elif i in here and any(v in run.kept and replay.size[v] for v in replay.outputs[i]):
+            drop.append(i)
+    drop.sort(key=lambda i: (-_bytes(replay, i) / (replay.cost[i] + replay.cost_scale), i))
+    keep.sort(key=lambda i: (_bytes(replay, i), i))
+    return [run.kept.difference(replay.outputs[i]) for i in drop[: MOVES // 2]] + [
+        run.kept.union(replay.outputs[i]) for i in keep[: MOVES // 2]
     ]
 
 

@@ -26,7 +26,7 @@ from gcsolve.solvers.uniform import uniform_kept
 
 REL_TOLERANCE = 2e-3
 """Stop when the least peak is known to this share of the bytes above the external ones."""
-LOOSE_GAP = 0.05
+LOOSE_GAP = 0.01
 PROBE_SHARE = 0.25
 """A probe may take this share of the time that is left."""
 
