@@ -1,4 +1,4 @@
-"""The demo's model: a plain-torch GPT of GPT-2-small's shape, nothing to download, dropout on."""
+"""`gcsolve demo`: a plain-torch GPT of GPT-2-small's shape, trained under four plans, nothing to download."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
+        self.attention_dropout = dropout
         self.norm_attention = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
@@ -25,7 +26,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         split = (batch, length, 3, self.heads, width // self.heads)
         q, k, v = self.qkv(self.norm_attention(x)).view(split).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        drop = self.attention_dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
         x = x + self.dropout(self.project(mixed.transpose(1, 2).reshape(batch, length, width)))
         hidden = F.gelu(self.up(self.norm_mlp(x)), approximate="tanh")
         return x + self.dropout(self.down(hidden))
@@ -40,7 +42,7 @@ class GPT(nn.Module):
     def __init__(
         self,
         *,
-        vocabulary: int = 50257,
+        vocabulary: int = 8192,
         length: int = 1024,
         layers: int = 12,
         width: int = 768,
@@ -73,11 +75,12 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def gpt2_small(batch: int = 4, length: int = 256, seed: int = 0) -> tuple[GPT, Tensor]:
-    """(model, tokens): GPT-2-small's shape (12 layers, width 768, 124 M parameters), random weights and tokens.
+def gpt2_small(batch: int = 1, length: int = 768, vocabulary: int = 8192, seed: int = 0) -> tuple[GPT, Tensor]:
+    """(model, tokens): GPT-2-small's 12 layers of width 768 with dropout, random weights and tokens.
 
-    Usable as `gcsolve plan gcsolve.demo:gpt2_small --budget 0.5`.
+    The vocabulary is cut from 50257 to 8192: with batches small enough for a CPU the full one leaves little of the
+    memory to the layers, which are what is to be seen. Usable as `gcsolve plan gcsolve.demo:gpt2_small --budget 0.5`.
     """
     torch.manual_seed(seed)
-    model = GPT()
-    return model, torch.randint(0, 50257, (batch, length))
+    model = GPT(vocabulary=vocabulary)
+    return model, torch.randint(0, vocabulary, (batch, length))

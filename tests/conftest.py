@@ -1,0 +1,23 @@
+"""Quick tests first, heavy ones last; tests marked `gpu` skip where there is no CUDA device."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("heavy") is not None)  # stable: order is kept otherwise
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
