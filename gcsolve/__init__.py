@@ -1,0 +1,95 @@
+"""Train a PyTorch model inside a given amount of memory at the least recomputation that can be proven."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gcsolve.errors import (
+    ArgumentError,
+    CallError,
+    GcsolveError,
+    InfeasibleBudget,
+    InvalidGraph,
+    InvalidSchedule,
+    MissingBackend,
+    TraceError,
+)
+from gcsolve.graph import Graph, Node, Value
+from gcsolve.problem import Problem
+from gcsolve.schedule import Compute, Free, Schedule
+from gcsolve.simulate import Replay, simulate
+
+if TYPE_CHECKING:
+    from gcsolve.api import MinimumBudget, minimum_budget, solve
+    from gcsolve.cost.devices import DeviceSpec, devices, register_device
+    from gcsolve.plan import Decision, Plan
+    from gcsolve.solvers.base import Solution, Solver, Status
+    from gcsolve.solvers.front import solve_problem
+    from gcsolve.solvers.registry import solvers
+    from gcsolve.verify import VerifyReport
+
+__version__ = "0.1.0"
+
+# name -> module; loaded on first use, so that the torch-free half works without torch and importing costs nothing
+_LAZY = {
+    "solve": "gcsolve.api",
+    "minimum_budget": "gcsolve.api",
+    "MinimumBudget": "gcsolve.api",
+    "DeviceSpec": "gcsolve.cost.devices",
+    "devices": "gcsolve.cost.devices",
+    "register_device": "gcsolve.cost.devices",
+    "Decision": "gcsolve.plan",
+    "Plan": "gcsolve.plan",
+    "VerifyReport": "gcsolve.verify",
+    "Solution": "gcsolve.solvers.base",
+    "Solver": "gcsolve.solvers.base",
+    "Status": "gcsolve.solvers.base",
+    "solve_problem": "gcsolve.solvers.front",
+    "solvers": "gcsolve.solvers.registry",
+}
+
+__all__ = [
+    "ArgumentError",
+    "CallError",
+    "Compute",
+    "Decision",
+    "DeviceSpec",
+    "Free",
+    "GcsolveError",
+    "Graph",
+    "InfeasibleBudget",
+    "InvalidGraph",
+    "InvalidSchedule",
+    "MinimumBudget",
+    "MissingBackend",
+    "Node",
+    "Plan",
+    "Problem",
+    "Replay",
+    "Schedule",
+    "Solution",
+    "Solver",
+    "Status",
+    "TraceError",
+    "Value",
+    "VerifyReport",
+    "devices",
+    "minimum_budget",
+    "register_device",
+    "simulate",
+    "solve",
+    "solve_problem",
+    "solvers",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'gcsolve' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

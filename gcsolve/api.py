@@ -1,0 +1,317 @@
+"""The public functions: the pipeline model → trace → costs → solver → emit, as short as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gcsolve.budget import budget_bytes, check_budget, size_text
+from gcsolve.cost.base import CostModel, get_cost
+from gcsolve.cost.devices import DeviceSpec, get_device
+from gcsolve.costed import Costed, costed
+from gcsolve.emit import emit
+from gcsolve.errors import ArgumentError, InfeasibleBudget
+from gcsolve.module import Steps, planned_module, signature
+from gcsolve.plan import Plan
+from gcsolve.problem import Problem
+from gcsolve.runtime import Step, tangent_layouts
+from gcsolve.simulate import simulate
+from gcsolve.schedule import schedule_from_order
+from gcsolve.solvers.base import Solution, Solver, Status
+from gcsolve.solvers.front import solve_problem
+from gcsolve.solvers.minimum import minimum_peak, peak_floor
+from gcsolve.solvers.registry import get_solver
+from gcsolve.structure import flatten
+from gcsolve.trace import parse_example, trace
+from gcsolve.verify import verify
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The keyword arguments that the public functions share, checked."""
+
+    loss: Callable[[Any], Any] | None
+    optimizer: Any
+    scope: str
+    device: DeviceSpec
+    cost: CostModel
+    all_outputs: bool
+
+    @classmethod
+    def checked(
+        cls, model: nn.Module, *, loss: Any, optimizer: Any, scope: str, device: Any, cost: Any, grad_outputs: str
+    ) -> _Settings:
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
+        if loss is not None and not callable(loss):
+            raise ArgumentError(f"loss={loss!r} is not callable; pass a function of the model's output, or None")
+        if scope not in ("step", "activations"):
+            raise ArgumentError(f'scope={scope!r} is not known; known scopes: "step", "activations"')
+        if grad_outputs not in ("auto", "all"):
+            raise ArgumentError(f'grad_outputs={grad_outputs!r} is not known; known: "auto", "all"')
+        spec = get_device(_device_of(model) if device is None else device)
+        return cls(loss, optimizer, scope, spec, get_cost(cost, spec), grad_outputs == "all")
+
+
+def _device_of(model: nn.Module) -> str:
+    kinds = [t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
+    return str(kinds[0]) if kinds else "cpu"
+
+
+@dataclass(frozen=True)
+class _Costed:
+    """A traced and costed step, its flat inputs and how long that took."""
+
+    costed: Costed
+    store_all_bytes: int
+    key: Any
+    seconds: float
+
+    @classmethod
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings) -> _Costed:
+        started = time.perf_counter()
+        tensors, template = flatten((args, kwargs), "example_input")
+        traced = trace(model, args, kwargs, settings.loss, settings.all_outputs)
+        real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers()))
+        made = costed(
+            traced,
+            model,
+            tensors,
+            device=settings.device,
+            cost=settings.cost,
+            optimizer=settings.optimizer,
+            scope=settings.scope,
+            measure=real,
+        )
+        graph = made.problem.graph
+        store_all = simulate(made.problem, schedule_from_order(graph, range(len(graph.nodes)))).peak_bytes
+        return cls(made, store_all, signature(model, tensors, template), time.perf_counter() - started)
+
+    def step(self, solution: Solution) -> Step:
+        assert solution.schedule is not None
+        made = self.costed
+        return Step(made.trace, emit(made.trace.joint, made.lowered, solution.schedule), tangent_layouts(made.trace))
+
+
+def solve(
+    model: nn.Module,
+    example_input: Any,
+    budget_gb: float | None = None,
+    *,
+    budget: str | float | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Any = None,
+    scope: str = "step",
+    solver: str | Solver = "auto",
+    cost: str | CostModel = "auto",
+    device: Any = None,
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    grad_outputs: str = "auto",
+    progress: bool | None = None,
+) -> Plan:
+    """Plan one training step of `model` inside a memory budget at the least recomputation.
+
+    Args:
+        model: any module that `torch.export` (non-strict) accepts; weights real, fake or on meta. Never changed.
+        example_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        budget_gb: allowed peak in GB (1e9 bytes).
+        budget: instead, a size ("20GiB") or a fraction of the store-all peak in (0, 1].
+        loss: maps the model's output to a scalar, traced with the model; the planned module then returns that scalar.
+            None: the output's gradients come from outside.
+        optimizer: a `torch.optim` class or instance, or bytes per parameter: its state counts in the budget.
+        scope: "step" counts everything; "activations" only what forward and backward allocate.
+        solver: a name in `gcsolve.solvers()`, or a solver object.
+        cost: "flops", "roofline" ("auto") or a cost object.
+        device: where it will run: "cpu", "cuda", or a spec by name ("h200"); default: where the model is.
+        time_limit_s: seconds for the solver; at the limit the best plan so far is returned.
+        gap: (plan - bound) / plan step cost at which the solver may stop.
+        grad_outputs: "auto": when the model returns a scalar loss, only scalars are expected to receive gradients;
+            "all": every differentiable output is.
+        progress: show what is being done; default: only when standard error is a terminal.
+
+    Returns:
+        a `Plan`; `plan.module` trains inside the budget with the original's results.
+
+    Raises:
+        InfeasibleBudget: no plan fits; has `least_bytes` and the op, module and source line that set it.
+        TraceError: the model cannot be traced, or has nothing to differentiate.
+        ArgumentError: an argument has a value that cannot be used.
+
+    Example:
+        >>> import torch, gcsolve
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        >>> plan = gcsolve.solve(model, torch.randn(256, 64), budget=0.9)
+        >>> plan.peak_bytes <= plan.budget_bytes
+        True
+    """
+    check_budget(budget_gb, budget)
+    get_solver(solver)
+    _check_limits(time_limit_s, gap)
+    args, kwargs = parse_example(example_input)
+    settings = _Settings.checked(
+        model, loss=loss, optimizer=optimizer, scope=scope, device=device, cost=cost, grad_outputs=grad_outputs
+    )
+    with _shown(progress, f"tracing {type(model).__name__}"):
+        made = _Costed.of(model, args, kwargs, settings)
+    allowed = budget_bytes(budget_gb, budget, made.store_all_bytes)
+
+    def solved(made: _Costed) -> Solution:
+        return _solved(made, allowed, solver, time_limit_s, gap)
+
+    with _shown(progress, f"solving for {size_text(allowed)}"):
+        solution = solved(made)
+
+    def replan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        again = _Costed.of(model, args, kwargs, settings)
+        return again.step(solved(again))
+
+    steps = Steps(replan, loss)
+    steps.training = model.training
+    steps.add(made.key, made.step(solution))
+    return Plan(
+        module=planned_module(model, steps),
+        budget_bytes=allowed,
+        baseline_peak_bytes=made.store_all_bytes,
+        solution=solution,
+        costed=made.costed,
+        scope=scope,
+        device=settings.device.name,
+        cost=settings.cost.name,
+        trace_s=made.seconds,
+        verifier=_Verifier(model, args, kwargs, loss, optimizer),
+    )
+
+
+@dataclass(frozen=True)
+class _Verifier:
+    """What `plan.verify` needs beside the plan."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Any
+    optimizer: Any
+
+    def __call__(self, plan: Plan, **options: Any) -> Any:
+        return verify(plan, self.model, self.args, self.kwargs, self.loss, self.optimizer, **options)
+
+
+@dataclass(frozen=True)
+class MinimumBudget:
+    """The least budget for which a plan that reruns each value at most once exists.
+
+    `bytes`: reached by a plan; `lower_bytes`: proven, none is below it; `op`, `module`, `source`: what sets it.
+    """
+
+    bytes: int
+    lower_bytes: int
+    op: str
+    module: str
+    source: str
+
+
+def minimum_budget(
+    model: nn.Module,
+    example_input: Any,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Any = None,
+    scope: str = "step",
+    cost: str | CostModel = "auto",
+    device: Any = None,
+    time_limit_s: float = 60.0,
+    grad_outputs: str = "auto",
+) -> MinimumBudget:
+    """The least budget that `solve` can meet, and the op that sets it. Arguments and errors as for `solve`."""
+    _check_limits(time_limit_s, 0.0)
+    args, kwargs = parse_example(example_input)
+    settings = _Settings.checked(
+        model, loss=loss, optimizer=optimizer, scope=scope, device=device, cost=cost, grad_outputs=grad_outputs
+    )
+    made = _Costed.of(model, args, kwargs, settings)
+    found = minimum_peak(made.costed.problem, time_limit_s)
+    node = made.costed.problem.graph.nodes[found.node]
+    return MinimumBudget(found.bytes, found.lower_bytes, f"{node.name} ({node.op})", node.module, node.source)
+
+
+def _solved(made: _Costed, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> Solution:
+    problem = made.costed.problem.with_budget(allowed)
+    _refuse_below_floor(problem)
+    solution = solve_problem(problem, solver, time_limit_s=time_limit_s, gap=gap)
+    if solution.schedule is None or solution.status is Status.OVER_BUDGET:
+        raise _infeasible(problem, solution)
+    return solution
+
+
+def _refuse_below_floor(problem: Problem) -> None:
+    """Say at once when the budget is below what no recomputation can lower."""
+    graph = problem.graph
+    gradients = sum(v.size_bytes for v in graph.values if v.kind == "gradients")
+    fixed = [*graph.external, ("gradients", gradients)]
+    total = sum(size for _, size in fixed)
+    floor, at = peak_floor(problem)
+    if problem.budget_bytes >= floor:
+        return
+    node = graph.nodes[at] if at >= 0 else None
+    parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in fixed if size)
+    least = f"{parts} = {size_text(total)}"
+    if problem.budget_bytes < total:
+        text = f"what lives at the end of every step alone is {least}"
+    else:
+        text = f"no schedule can run {node.where() if node else 'the step'} in less than {size_text(floor)}"
+    raise InfeasibleBudget(
+        f"budget {size_text(problem.budget_bytes)} cannot be met: {text}. Raise the budget above {size_text(floor)}, or "
+        "make the batch, the model or the optimizer's state smaller; gcsolve.minimum_budget gives the exact least",
+        budget_bytes=problem.budget_bytes,
+        least_bytes=floor,
+        op=f"{node.name} ({node.op})" if node else "",
+        module=node.module if node else "",
+        source=node.source if node else "",
+    )
+
+
+def _infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget:
+    node = problem.graph.nodes[solution.least_node] if solution.least_node is not None else None
+    least, at = solution.least_bytes, node.where() if node else "an op"
+    asked = f"budget {size_text(problem.budget_bytes)} cannot be met by {solution.solver}"
+    if solution.status is Status.TIME_LIMIT and least is None:
+        text = f"{asked} within the time limit; raise time_limit_s or the budget"
+    elif least is None:
+        text = f"{asked}; gcsolve.minimum_budget gives the least that can"
+    else:
+        text = f"{asked}: the least it reaches is {size_text(least)} ({least} bytes), set by {at}; raise the budget to that"
+    return InfeasibleBudget(
+        text,
+        budget_bytes=problem.budget_bytes,
+        least_bytes=least,
+        op=f"{node.name} ({node.op})" if node else "",
+        module=node.module if node else "",
+        source=node.source if node else "",
+    )
+
+
+def _check_limits(time_limit_s: float, gap: float) -> None:
+    for name, value in (("time_limit_s", time_limit_s), ("gap", gap)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ArgumentError(f"{name}={value!r} must be a finite number ≥ 0")
+
+
+@contextmanager
+def _shown(progress: bool | None, text: str) -> Iterator[None]:
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield

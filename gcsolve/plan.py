@@ -1,0 +1,188 @@
+"""`Plan`: what `gcsolve.solve` answers, with its own words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from gcsolve.budget import size_text
+from gcsolve.costed import Costed
+from gcsolve.from_fx import tensors_of
+from gcsolve.problem import Problem
+from gcsolve.schedule import Schedule
+from gcsolve.simulate import Replay, simulate
+from gcsolve.solvers.base import Solution, Status
+
+if TYPE_CHECKING:
+    from gcsolve.verify import VerifyReport
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the plan does with one forward value that backward reads.
+
+    `action`: "keep" or "recompute"; `times`: how often its op is rerun; `read_by`: the first backward op that reads it.
+    """
+
+    module: str
+    op: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    action: str
+    times: int
+    read_by: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule for one training step of a model, and the module that runs it.
+
+    Attributes:
+        module: trains inside the budget with the original's results; shares its parameters, buffers and attributes.
+        budget_bytes: what was asked for, in the scope's terms.
+        baseline_peak_bytes: predicted peak when nothing is recomputed.
+        solution: the solver's answer, bound and gap included.
+        trace_s: seconds spent on trace and costs; `solution.solve_s` those of the solver.
+    """
+
+    module: nn.Module
+    budget_bytes: int
+    baseline_peak_bytes: int
+    solution: Solution
+    costed: Costed
+    scope: str
+    device: str
+    cost: str
+    trace_s: float
+    verifier: Callable[..., VerifyReport]
+
+    @property
+    def problem(self) -> Problem:
+        return self.costed.problem.with_budget(self.budget_bytes)
+
+    @property
+    def schedule(self) -> Schedule:
+        assert self.solution.schedule is not None
+        return self.solution.schedule
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The simulator's account of the schedule, action by action."""
+        return simulate(self.problem, self.schedule)
+
+    @property
+    def status(self) -> Status:
+        return self.solution.status
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the whole step (of forward and backward alone when scope="activations")."""
+        return self.replay.peak_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Recompute cost / store-all step cost, in the plan's cost model."""
+        return self.replay.overhead
+
+    @cached_property
+    def overhead_flops(self) -> float:
+        """Recompute FLOPs / store-all step FLOPs, of the ops that have a formula."""
+        total = sum(self.costed.flops)
+        runs = self.schedule.runs(self.problem.graph)
+        extra = sum(f * (n - 1) for f, n in zip(self.costed.flops, runs, strict=True))
+        return extra / total if total else 0.0
+
+    @property
+    def lower_bound(self) -> float:
+        """No schedule of the class `certificate` has a smaller overhead."""
+        return self.solution.lower_bound
+
+    @property
+    def certificate(self) -> str:
+        return self.solution.certificate
+
+    @property
+    def any_bound(self) -> float:
+        """No schedule at all in this op order has a smaller overhead."""
+        return self.solution.any_bound
+
+    @property
+    def gap(self) -> float:
+        """(plan step time - bound step time) / plan step time."""
+        return self.solution.gap
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes by kind at the peak; they sum to `peak_bytes`."""
+        return dict(self.replay.breakdown)
+
+    @property
+    def peak_at(self) -> str:
+        """The op that runs at the peak: name, op, module path, source line."""
+        action: Any = self.schedule.actions[self.replay.peak_action]
+        return self.problem.graph.nodes[action.node].where()
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """One entry a forward value that backward reads, in forward order."""
+        graph = self.problem.graph
+        runs = self.schedule.runs(graph)
+        bases = {v: n for n, v in self.costed.lowered.value_of.items() if n not in self.costed.lowered.views}
+        found: list[Decision] = []
+        for v, value in enumerate(graph.values):
+            readers = [r for r in graph.readers[v] if graph.is_backward(r) and graph.nodes[r].op != "step_end"]
+            if graph.is_backward(value.producer) or not readers or v not in bases:
+                continue
+            node = graph.nodes[value.producer]
+            made = tensors_of(bases[v])
+            times = runs[value.producer] - 1
+            found.append(
+                Decision(
+                    node.module,
+                    node.op,
+                    node.source,
+                    tuple(made[0].shape) if made else (),
+                    str(made[0].dtype).removeprefix("torch.") if made else "",
+                    value.size_bytes,
+                    "recompute" if times and not value.pinned else "keep",
+                    times,
+                    graph.nodes[readers[0]].name,
+                )
+            )
+        return tuple(found)
+
+    def verify(self, steps: int = 3, **options: Any) -> VerifyReport:
+        """Run the plan and the untouched model side by side for `steps` optimizer steps; see `gcsolve.verify.verify`."""
+        return self.verifier(self, steps=steps, **options)
+
+    def summary(self) -> str:
+        """The plan in a few lines of text."""
+        kept = [d for d in self.decisions if d.action == "keep"]
+        rerun = [d for d in self.decisions if d.action == "recompute"]
+        parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.breakdown.items() if size)
+        unit = {"s": "time", "flops": "FLOPs"}.get(self.problem.cost_unit, "cost")
+        lines = [
+            f"{self.solution.solver}: {self.status.name.lower()}, "
+            f"peak {size_text(self.peak_bytes)} of budget {size_text(self.budget_bytes)} "
+            f"(store-all {size_text(self.baseline_peak_bytes)}, {self.peak_bytes / self.baseline_peak_bytes:.0%})",
+            f"overhead {self.overhead:.2%} of {unit} ({self.overhead_flops:.2%} of FLOPs), {self.cost} costs for {self.device}",
+            f"bound {self.lower_bound:.2%} for {self.certificate}; {self.any_bound:.2%} for any schedule; gap {self.gap:.2%}",
+            f"at the peak ({parts}) runs {self.peak_at}",
+            f"backward reads {len(self.decisions)} forward values: {len(kept)} kept "
+            f"({size_text(sum(d.size_bytes for d in kept))}), {len(rerun)} recomputed "
+            f"({size_text(sum(d.size_bytes for d in rerun))})",
+        ]
+        if self.costed.estimated_workspace:
+            lines.append(f"workspace estimated, not measured: {', '.join(self.costed.estimated_workspace)}")
+        if self.costed.costed_by_bytes:
+            lines.append(f"costed by bytes (no FLOP formula): {', '.join(self.costed.costed_by_bytes)}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.summary().splitlines()[0]}>"

@@ -1,0 +1,289 @@
+"""A plan against the untouched model: peak, step time, loss curve, gradients, buffers and generator state, measured.
+
+Both run as deep copies of the model from the same seed, in lockstep, so nothing of the caller's is changed. Peaks are
+those of a whole step (forward, backward, optimizer) as `measure.py` measures them, plus what lived before it began.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gcsolve.budget import size_text
+from gcsolve.costed import storage_bytes
+from gcsolve.errors import ArgumentError
+from gcsolve.measure import PeakMeter, interleaved_times
+from gcsolve.optimizer import make_optimizer
+from gcsolve.plan import Plan
+from gcsolve.structure import flatten
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was measured. Peaks in bytes, times in seconds (medians of interleaved forward-backward runs).
+
+    `differences`: what was not bitwise equal, as "step 2: gradient of conv1.weight"; empty when all was.
+    """
+
+    steps: int
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    eager_peak_bytes: int
+    step_s: float
+    eager_step_s: float
+    losses: tuple[float, ...]
+    eager_losses: tuple[float, ...]
+    differences: tuple[str, ...]
+
+    def _equal(self, what: str) -> bool:
+        return not any(f": {what}" in d for d in self.differences)
+
+    @property
+    def losses_equal(self) -> bool:
+        return self._equal("output")
+
+    @property
+    def gradients_equal(self) -> bool:
+        return self._equal("gradient")
+
+    @property
+    def parameters_equal(self) -> bool:
+        return self._equal("parameter")
+
+    @property
+    def buffers_equal(self) -> bool:
+        return self._equal("buffer")
+
+    @property
+    def rng_equal(self) -> bool:
+        return self._equal("generator")
+
+    @property
+    def within_budget(self) -> bool:
+        return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def prediction_error(self) -> float:
+        """(predicted - measured) / measured peak."""
+        return (self.predicted_peak_bytes - self.measured_peak_bytes) / self.measured_peak_bytes
+
+    @property
+    def time_ratio(self) -> float:
+        return self.step_s / self.eager_step_s if self.eager_step_s else float("nan")
+
+    @property
+    def ok(self) -> bool:
+        """Everything equal and the measured peak within the budget."""
+        return not self.differences and self.within_budget
+
+    def summary(self) -> str:
+        """The four acceptance checks as text."""
+        equal = "all bitwise equal" if not self.differences else "NOT equal: " + "; ".join(self.differences[:5])
+        return "\n".join(
+            [
+                f"peak: measured {size_text(self.measured_peak_bytes)}, predicted {size_text(self.predicted_peak_bytes)} "
+                f"({self.prediction_error:+.2%}), budget {size_text(self.budget_bytes)} "
+                f"{'kept' if self.within_budget else 'EXCEEDED'}; untouched model {size_text(self.eager_peak_bytes)}",
+                f"step time: {self.step_s:.3f} s, untouched model {self.eager_step_s:.3f} s (x {self.time_ratio:.3f})",
+                f"loss: {', '.join(f'{x:.6g}' for x in self.losses)}; "
+                f"untouched model {', '.join(f'{x:.6g}' for x in self.eager_losses)}",
+                f"{self.steps} steps: outputs, gradients, parameters, buffers, generator state: {equal}",
+            ]
+        )
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+class _Runner:
+    """One of the two models with its optimizer, its inputs and its place in the random stream."""
+
+    def __init__(self, model: nn.Module, plan: Plan, args: Any, kwargs: Any, loss: Any, optimizer: Any) -> None:
+        self.model, self.plan, self.args, self.kwargs, self.loss = model, plan, args, kwargs, loss
+        self.optimizer = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad] or _none())
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.state = _generator_state(self.device)
+        self.outputs: list[torch.Tensor] = []
+
+    def forward_backward(self) -> None:
+        """Gradients of the outputs that the plan takes gradients for (ones), outputs held as a caller would."""
+        result = self.model(*self.args, **self.kwargs)
+        if self.loss is not None:
+            result = self.loss(result)
+        outputs, _ = flatten(result, "output")
+        graded = [o for o, takes in zip(outputs, self.plan.costed.trace.takes_gradient, strict=True) if takes]
+        torch.autograd.backward(graded, [torch.ones_like(o) for o in graded])
+        self.outputs = [o.detach() for o in graded]
+
+    def clear(self) -> None:
+        self.outputs = []
+        for tensor in (*self.model.parameters(), *self.inputs()):
+            tensor.grad = None
+
+    def inputs(self) -> list[torch.Tensor]:
+        return flatten((self.args, self.kwargs), "example_input")[0]
+
+    def on_own_stream(self, run: Callable[[], Any]) -> None:
+        """`run()` from where this model's random stream stands, and remember where it got to."""
+        _set_generator_state(self.state, self.device)
+        run()
+        self.state = _generator_state(self.device)
+
+    def external_bytes(self) -> int:
+        states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        constants = self.plan.costed.trace.joint.constants.values()
+        return storage_bytes((*self.model.parameters(), *self.model.buffers(), *self.inputs(), *states, *constants))
+
+    def peak_bytes(self) -> int:
+        """Peak of one whole step, beginning without gradients."""
+        self.clear()
+
+        def step() -> None:
+            with PeakMeter(self.device) as meter:
+                self.forward_backward()
+                self.outputs = []
+                self.optimizer.step()
+            self.measured = meter.peak_bytes
+
+        self.on_own_stream(step)
+        before = self.external_bytes() if self.plan.scope == "step" else 0
+        self.clear()
+        return before + self.measured
+
+
+def verify(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Any,
+    optimizer: Any,
+    *,
+    steps: int = 3,
+    repeats: int = 3,
+) -> VerifyReport:
+    """Train copies of the untouched model and of the planned one for `steps` steps and compare everything bitwise.
+
+    Args:
+        steps: optimizer steps (≥ 1); the optimizer is the plan's, else plain SGD.
+        repeats: timed forward-backward runs of each, interleaved; 0 skips the timing (times are then 0.0).
+
+    Raises:
+        ArgumentError: steps < 1, or the weights are not real.
+    """
+    if steps < 1:
+        raise ArgumentError(f"steps={steps} must be at least 1")
+    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+        raise ArgumentError("verify runs the model, and its weights are on meta; give it real weights first")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    found_state = _generator_state(device)
+    held_grads = [(t, t.grad) for t in flatten((args, kwargs), "example_input")[0]]
+    try:
+        eager = _Runner(copy.deepcopy(model), plan, args, kwargs, loss, optimizer)
+        planned = _Runner(copy.deepcopy(plan.module), plan, args, kwargs, None, optimizer)
+        return _compared(plan, eager, planned, steps, repeats)
+    finally:
+        _set_generator_state(found_state, device)
+        for tensor, grad in held_grads:
+            tensor.grad = grad
+
+
+def _compared(plan: Plan, eager: _Runner, planned: _Runner, steps: int, repeats: int) -> VerifyReport:
+    differences: list[str] = []
+    losses: tuple[list[float], list[float]] = ([], [])
+    for step in range(1, steps + 1):
+        grads: list[list[torch.Tensor | None]] = []
+        for runner, curve in zip((eager, planned), losses, strict=True):
+            runner.clear()
+            runner.on_own_stream(runner.forward_backward)
+            curve.append(sum(float(o.float().sum()) for o in runner.outputs))
+            grads.append([t.grad for t in runner.inputs()])
+            if runner is eager:
+                for tensor in runner.inputs():
+                    tensor.grad = None
+        differences += _differences(step, eager, planned, grads)
+        for runner in (eager, planned):
+            runner.on_own_stream(runner.optimizer.step)
+    differences += _state_differences(steps, eager, planned)
+    eager_peak, peak = eager.peak_bytes(), planned.peak_bytes()
+    times = [0.0, 0.0]
+    if repeats:
+        times = interleaved_times([_timed(eager), _timed(planned)], repeats, device=eager.device)
+    return VerifyReport(
+        steps,
+        plan.budget_bytes,
+        plan.peak_bytes,
+        peak,
+        eager_peak,
+        times[1],
+        times[0],
+        tuple(losses[1]),
+        tuple(losses[0]),
+        tuple(differences),
+    )
+
+
+def _timed(runner: _Runner) -> Callable[[], None]:
+    def run() -> None:
+        runner.clear()
+        runner.on_own_stream(runner.forward_backward)
+
+    return run
+
+
+def _differences(step: int, eager: _Runner, planned: _Runner, grads: list[list[torch.Tensor | None]]) -> list[str]:
+    found = []
+    for k, (a, b) in enumerate(zip(eager.outputs, planned.outputs, strict=True)):
+        if not _same(a, b):
+            found.append(f"step {step}: output {k}")
+    for (name, a), (_, b) in zip(eager.model.named_parameters(), planned.model.named_parameters(), strict=True):
+        if not _same(a.grad, b.grad):
+            found.append(f"step {step}: gradient of {name}")
+    for k, (a, b) in enumerate(zip(*grads, strict=True)):
+        if not _same(a, b):
+            found.append(f"step {step}: gradient of input {k}")
+    if not all(torch.equal(a, b) for a, b in zip(eager.state, planned.state, strict=True)):
+        found.append(f"step {step}: generator state")
+    return found
+
+
+def _state_differences(step: int, eager: _Runner, planned: _Runner) -> list[str]:
+    found = []
+    for kind, a_named, b_named in (
+        ("parameter", eager.model.named_parameters(), planned.model.named_parameters()),
+        ("buffer", eager.model.named_buffers(), planned.model.named_buffers()),
+    ):
+        for (name, a), (_, b) in zip(a_named, b_named, strict=True):
+            if not _same(a, b):
+                found.append(f"step {step}: {kind} {name}")
+    return found
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Bitwise equal (NaN equals NaN), or both missing."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _generator_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    on_gpu = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    return (torch.get_rng_state(), *on_gpu)
+
+
+def _set_generator_state(state: Iterable[torch.Tensor], device: torch.device) -> None:
+    first, *rest = state
+    torch.set_rng_state(first)
+    if rest:
+        torch.cuda.set_rng_state(rest[0], device)
+
+
+def _none() -> list[torch.Tensor]:
+    """An optimizer needs a parameter; a model without trainable ones gets a stand-in."""
+    return [nn.Parameter(torch.zeros(1))]
