@@ -1,0 +1,363 @@
+"""cost/: FLOPs and bytes from shapes, the two cost models, the device table, workspace measured and estimated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from gcsolve.cost import devices as device_room
+from gcsolve.cost import workspace as workspace_room
+from gcsolve.cost.base import BYTES_PER_FLOP, Flops, OpInfo, Roofline, get_cost
+from gcsolve.cost.devices import DeviceSpec, calibrated_cpu, devices, get_device, register_device
+from gcsolve.cost.flops import node_bytes_moved, node_flops, op_info
+from gcsolve.cost.workspace import workspace, workspace_bytes
+from gcsolve.errors import ArgumentError
+from gcsolve.measure import PeakMeter
+
+CPU = get_device("cpu")
+H100 = get_device("h100-sxm")
+aten = torch.ops.aten
+
+
+def traced(fn: Callable[..., Any], *inputs: torch.Tensor) -> list[fx.Node]:
+    graph = make_fx(fn, tracing_mode="fake")(*inputs).graph
+    return [n for n in graph.nodes if n.op == "call_function"]
+
+
+def the(nodes: list[fx.Node], target: Any) -> fx.Node:
+    found = [n for n in nodes if n.target is target]
+    assert found, f"{target} is not among {[str(n.target) for n in nodes]}"
+    return found[0]
+
+
+# --- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def test_matmul_flops():
+    (node,) = traced(torch.mm, torch.randn(3, 5), torch.randn(5, 7))
+    assert node_flops(node) == 2 * 3 * 5 * 7
+
+
+def test_no_formula_is_none_not_zero():
+    (node,) = traced(torch.sin, torch.randn(8))
+    assert node_flops(node) is None
+
+
+def test_same_total_as_torchs_counter():
+    w1, w2 = torch.randn(8, 3, 3, 3), torch.randn(10, 8 * 6 * 6)
+
+    def step(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+        w1, w2 = w1.detach().requires_grad_(), w2.detach().requires_grad_()
+        y = F.linear(F.relu(F.conv2d(x, w1)).flatten(1), w2).sum()
+        return torch.autograd.grad(y, [w1, w2])
+
+    x = torch.randn(2, 3, 8, 8)
+    with FlopCounterMode(display=False) as counter:
+        step(x, w1, w2)
+    ours = sum(node_flops(n) or 0 for n in traced(step, x, w1, w2))
+    assert ours == counter.get_total_flops() > 0
+
+
+def test_attention_with_grouped_heads():
+    q, k = torch.randn(2, 8, 16, 4), torch.randn(2, 2, 16, 4)
+
+    def attend(q: torch.Tensor, k: torch.Tensor) -> Any:
+        q = q.detach().requires_grad_()
+        out = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        return torch.autograd.grad(out.sum(), q)
+
+    nodes = traced(attend, q, k)
+    one = 2 * (2 * 8) * 16 * 16 * 4
+    assert node_flops(the(nodes, aten._scaled_dot_product_flash_attention_for_cpu.default)) == 2 * one
+    assert node_flops(the(nodes, aten._scaled_dot_product_flash_attention_for_cpu_backward.default)) == 5 * one
+
+
+# --- bytes moved -----------------------------------------------------------------------------------------------------
+
+
+def test_views_move_nothing():
+    nodes = traced(lambda x: x.t().reshape(2, 6).unsqueeze(0), torch.randn(3, 4).t().contiguous())
+    views = [n for n in nodes if "clone" not in str(n.target)]
+    assert views
+    assert {node_bytes_moved(n) for n in views} == {0}
+
+
+def test_elementwise_reads_and_writes():
+    (node,) = traced(torch.add, torch.randn(100), torch.randn(100))
+    assert node_bytes_moved(node) == 3 * 400
+
+
+def test_same_input_twice_is_read_once():
+    (node,) = traced(lambda x: x * x, torch.randn(100))
+    assert node_bytes_moved(node) == 2 * 400
+
+
+def test_broadcast_dimension_is_read_once():
+    nodes = traced(lambda x, y: x.expand(50, 100) + y, torch.randn(100), torch.randn(50, 100))
+    assert node_bytes_moved(the(nodes, aten.add.Tensor)) == 400 + 2 * 50 * 400
+
+
+def test_embedding_reads_only_its_rows():
+    (node,) = traced(lambda i, t: F.embedding(i, t), torch.zeros(6, dtype=torch.int64), torch.randn(1000, 8))
+    assert node_bytes_moved(node) == 6 * 8 + 2 * 6 * 8 * 4
+
+
+def test_in_place_writes_its_target():
+    nodes = traced(lambda x, y: x.clone().mul_(y), torch.randn(100), torch.randn(100))
+    assert node_bytes_moved(the(nodes, aten.mul_.Tensor)) == 3 * 400
+
+
+def test_op_info_names_dtype_and_device():
+    (node,) = traced(torch.mm, torch.randn(2, 2).bfloat16(), torch.randn(2, 2).bfloat16())
+    assert op_info(node) == OpInfo("aten.mm.default", 16, True, 3 * 8, "bfloat16", "cpu")
+
+
+# --- cost models -----------------------------------------------------------------------------------------------------
+
+
+def info(flops: int = 0, has_formula: bool = False, bytes_moved: int = 0, dtype: str = "float32") -> OpInfo:
+    return OpInfo("op", flops, has_formula, bytes_moved, dtype, "cpu")
+
+
+def test_flops_model():
+    assert Flops().cost(info(100, True, 8)) == 100
+    assert Flops().cost(info(bytes_moved=40)) == 40 / BYTES_PER_FLOP
+    assert Flops().unit == "flops"
+
+
+def test_roofline_takes_the_slower_side_and_the_launch():
+    spec = DeviceSpec("d", 1, 10.0, {"float32": 100.0, "bfloat16": 400.0}, launch_s=0.5)
+    model = Roofline(spec)
+    assert model.cost(info(1000, True, 10)) == 10.5
+    assert model.cost(info(1000, True, 1000)) == 100.5
+    assert model.cost(info(1000, True, 10, "bfloat16")) == 3.0
+    assert model.cost(info(1000, True, 10, "int8")) == 10.5  # no figure: float32's
+    assert model.cost(info()) == 0.0  # a view
+
+
+def test_get_cost_by_name_and_by_object():
+    assert get_cost("auto", H100) == Roofline(H100)
+    assert get_cost("flops", H100) == Flops()
+
+    class Mine:
+        name, unit = "mine", "s"
+
+        def cost(self, op: OpInfo) -> float:
+            return 1.0
+
+    mine = Mine()
+    assert get_cost(mine, H100) is mine
+    with pytest.raises(ArgumentError, match=r"'speed'.*auto, flops, roofline"):
+        get_cost("speed", H100)
+    with pytest.raises(ArgumentError, match="neither a name nor"):
+        get_cost(3, H100)  # type: ignore[arg-type]
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def test_table_is_plausible():
+    wanted = "rtx3090 rtx4090 rtx5090 a10 l4 l40s a100-40gb a100-80gb h100-pcie h100-sxm h200 b200 mi300x v100 cpu"
+    assert {d.name for d in devices()} >= set(wanted.split())
+    for spec in devices():
+        assert spec.source
+        assert spec.allocator_block_bytes == (64 if spec.kind == "cpu" else 512)
+        if spec.kind == "cuda":
+            assert 16e9 <= spec.memory_bytes <= 300e9
+            assert 2e11 <= spec.bandwidth_bytes_per_s <= 1e13
+            # a GPU's balance for half precision lies between 70 and 450 FLOP a byte
+            assert 70 <= spec.peak_flops["float16"] / spec.bandwidth_bytes_per_s <= 450
+            assert spec.peak_flops["float16"] > spec.peak_flops["float32"] > spec.peak_flops["float64"]
+
+
+def test_unknown_device_lists_the_known():
+    with pytest.raises(ArgumentError, match=r"'h9000'.*cuda.*h100-sxm.*v100"):
+        get_device("h9000")
+
+
+def test_device_by_torch_device_and_spec():
+    assert get_device(torch.device("cpu")) is CPU
+    assert get_device(H100) is H100
+    assert get_device("H100-SXM") is H100
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_cuda_without_a_gpu_names_what_to_plan_for():
+    with pytest.raises(ArgumentError, match="no GPU.*h200"):
+        get_device("cuda")
+
+
+def test_cpu_is_the_same_every_time():
+    assert "nominal" in CPU.source
+    assert get_device("cpu") == get_device("cpu")
+
+
+def test_own_device_in_three_lines(monkeypatch):
+    monkeypatch.setattr(device_room, "_DEVICES", dict(device_room._DEVICES))
+    register_device(DeviceSpec("t4", 16e9, 320e9, {"float32": 8.1e12}, source="NVIDIA T4 datasheet"))  # type: ignore[arg-type]
+    assert get_device("t4").memory_bytes == 16 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("figures", "text"),
+    [
+        ({"memory_bytes": 0}, "memory_bytes=0"),
+        ({"bandwidth_bytes_per_s": math.nan}, "bandwidth_bytes_per_s=nan"),
+        ({"peak_flops": {"float16": 1e12}}, "no float32"),
+        ({"peak_flops": {"float32": -1.0}}, "float32"),
+        ({"launch_s": -1.0}, "launch_s"),
+    ],
+)
+def test_bad_figures_are_refused(figures, text):
+    good: dict[str, Any] = {"memory_bytes": 1, "bandwidth_bytes_per_s": 1.0, "peak_flops": {"float32": 1.0}}
+    with pytest.raises(ArgumentError, match=text):
+        DeviceSpec("bad", **{**good, **figures})
+
+
+def test_calibrated_cpu_is_measured_once():
+    spec = calibrated_cpu()
+    assert spec is calibrated_cpu()
+    assert spec.source == "measured on this machine"
+    assert 1e9 < spec.peak_flops["float32"] < 1e14
+    assert 1e8 < spec.bandwidth_bytes_per_s < 1e13
+
+
+# --- workspace -------------------------------------------------------------------------------------------------------
+
+
+def test_mask_product_casts_inside():
+    (node,) = traced(torch.mul, torch.randn(64, 64), torch.zeros(64, 64, dtype=torch.bool))
+    found = workspace(node, CPU, measure=True)
+    assert found.measured
+    assert found.output_excess_bytes == 0
+    assert found.size_bytes == 64 * 64 * 4
+    assert workspace_bytes(node, CPU, measure=False) == found.size_bytes  # the estimate knows this one
+
+
+def test_plain_elementwise_needs_none():
+    (node,) = traced(torch.exp, torch.randn(64, 64))
+    assert workspace(node, CPU, measure=True).size_bytes == 0
+    assert workspace_bytes(node, H100, measure=True) == 0
+
+
+def step_ops(x: torch.Tensor, w: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    """Forward and backward of the ops named as likely to need workspace."""
+    w, table = w.detach().requires_grad_(), table.detach().requires_grad_()
+    y = F.conv2d(x, w, padding=1)
+    y = F.max_pool2d(F.batch_norm(y, None, None, training=True), 2)
+    y = F.interpolate(y, scale_factor=2.0, mode="bilinear")
+    y = F.dropout(y, 0.5)
+    y = torch.cat([y, y], dim=1).flatten(2)
+    mean_square = y.var(-1).mean()
+    e = F.layer_norm(F.embedding(ids, table), (16,))
+    a = F.scaled_dot_product_attention(e[:, None], e[:, None], e[:, None])
+    logits = a.flatten(1)[:, :10]
+    spd = e[0].T @ e[0] + 3 * torch.eye(16)
+    loss = F.cross_entropy(logits, labels) + mean_square + torch.linalg.cholesky(spd).sum()
+    return torch.autograd.grad(loss, [w, table])
+
+
+def likely_inputs() -> list[torch.Tensor]:
+    return [
+        torch.randn(2, 3, 16, 16),
+        torch.randn(8, 3, 3, 3),
+        torch.randn(50, 16),
+        torch.randint(0, 50, (2, 12)),
+        torch.randint(0, 10, (2,)),
+    ]
+
+
+def test_measured_peak_of_each_op_is_its_outputs_plus_workspace():
+    """Against a second way of measuring: run the traced graph's ops one by one under the public meter."""
+    nodes = traced(step_ops, *likely_inputs())
+    checked = 0
+    for node in nodes:
+        found = workspace(node, CPU, measure=True)
+        assert found.measured, f"{node.target} was not measured"
+        assert found.output_excess_bytes == 0, f"{node.target} holds other sizes than its shapes say"
+        if "getitem" in str(node.target) or node.target is aten.linalg_cholesky_ex.default:
+            continue
+        args, kwargs = workspace_room._made_up(node, CPU, workspace_room._zeros)
+        with torch.no_grad(), PeakMeter() as meter:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        outputs = sum(workspace_room._fresh_output_bytes(node).values())
+        assert meter.peak_bytes == outputs + found.size_bytes, str(node.target)
+        checked += 1
+        del result
+    assert checked > 20
+
+
+def test_measuring_leaves_no_trace():
+    nodes = traced(lambda x: F.dropout(torch.rand_like(x), 0.3), torch.randn(33, 7))
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for node in nodes:
+            workspace(node, CPU, measure=True)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_each_signature_runs_once(monkeypatch):
+    ran: list[str] = []
+    real_run = workspace_room._run
+    monkeypatch.setattr(workspace_room, "_measured", {})
+    monkeypatch.setattr(workspace_room, "_run", lambda n, d: (ran.append(str(n.target)), real_run(n, d))[1])
+    nodes = traced(lambda x, y: torch.tanh(torch.tanh(x)) + torch.tanh(y), torch.randn(4, 6), torch.randn(4, 6).T.T)
+    for node in nodes:
+        workspace(node, CPU, measure=True)
+    assert ran == ["aten.tanh.default", "aten.add.Tensor"]
+
+
+def test_strides_are_part_of_the_signature(monkeypatch):
+    monkeypatch.setattr(workspace_room, "_measured", {})
+    nodes = traced(lambda x, y: x.exp() * 0 + y.t().exp(), torch.randn(8, 8), torch.randn(8, 8))
+    for node in nodes:
+        workspace(node, CPU, measure=True)
+    assert sum("exp" in key[2][0] for key in workspace_room._measured) == 2
+
+
+def test_too_large_is_estimated(monkeypatch):
+    monkeypatch.setattr(workspace_room, "_measured", {})
+    monkeypatch.setattr(workspace_room, "_free_memory_bytes", lambda device: 1000)
+    (node,) = traced(lambda x, w: F.conv2d(x, w), torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3))
+    found = workspace(node, CPU, measure=True)
+    assert not found.measured
+    assert found.size_bytes == 4 * (2 * 64 + 2 * 2 * 9 + 2 * 36)
+
+
+def test_too_slow_is_estimated(monkeypatch):
+    monkeypatch.setattr(workspace_room, "_measured", {})
+    monkeypatch.setattr(workspace_room, "MAX_SECONDS", 0.0)
+    (node,) = traced(torch.mm, torch.randn(4, 4), torch.randn(4, 4))
+    assert not workspace(node, CPU, measure=True).measured
+
+
+def test_other_device_is_estimated():
+    (node,) = traced(torch.mm, torch.randn(4, 4), torch.randn(4, 4))
+    found = workspace(node, H100, measure=True)
+    assert not found.measured
+    assert found.size_bytes == 32 << 20
+
+
+@torch.library.custom_op("gcsolve_test::loud", mutates_args=())
+def loud(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("an op of somebody else's was run")
+
+
+@loud.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_ops_that_may_have_effects_are_not_run():
+    (node,) = traced(loud, torch.randn(3))
+    assert workspace(node, CPU, measure=True) == workspace_room.Workspace(0, measured=False)
