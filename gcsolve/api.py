@@ -23,7 +23,7 @@ from gcsolve.errors import ArgumentError, InfeasibleBudget
 from gcsolve.module import Steps, planned_module, signature
 from gcsolve.plan import Plan
 from gcsolve.problem import Problem
-from gcsolve.runtime import Step, tangent_layouts
+from gcsolve.runtime import Step, tangent_likes
 from gcsolve.simulate import simulate
 from gcsolve.schedule import schedule_from_order
 from gcsolve.solvers.base import Solution, Solver, Status
@@ -99,7 +99,7 @@ class _Costed:
     def step(self, solution: Solution) -> Step:
         assert solution.schedule is not None
         made = self.costed
-        return Step(made.trace, emit(made.trace.joint, made.lowered, solution.schedule), tangent_layouts(made.trace))
+        return Step(made.trace, emit(made.trace.joint, made.lowered, solution.schedule), tangent_likes(made.trace))
 
 
 def solve(

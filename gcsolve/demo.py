@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -84,3 +90,139 @@ def gpt2_small(batch: int = 1, length: int = 768, vocabulary: int = 8192, seed: 
     torch.manual_seed(seed)
     model = GPT(vocabulary=vocabulary)
     return model, torch.randint(0, vocabulary, (batch, length))
+
+
+# --- the demo itself -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """Training steps of one model, measured. Peaks in bytes (whole step), times in seconds."""
+
+    losses: list[float]
+    seconds: list[float]
+    peak_bytes: int
+    gradients: list[Tensor]  # of the first step
+    parameters: list[Tensor]  # after the last
+
+
+def train(module: nn.Module, tokens: Tensor, steps: int, seed: int = 0) -> Run:
+    """Train a copy of `module` with SGD for `steps` steps from `seed`, measuring the peak of the first."""
+    from gcsolve.measure import PeakMeter
+
+    module = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    torch.manual_seed(seed)
+    run = Run([], [], 0, [], [])
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        started = time.perf_counter()
+        with PeakMeter() as meter:
+            loss = module(tokens)
+            loss.backward()
+        run.seconds.append(time.perf_counter() - started)
+        run.losses.append(loss.item())
+        if step == 0:
+            always = sum(t.nbytes for t in [*module.parameters(), *module.buffers(), tokens])
+            run.peak_bytes = always + meter.peak_bytes
+            run.gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        optimizer.step()
+    run.parameters = [p.detach() for p in module.parameters()]
+    return run
+
+
+def run(budget: str | float = 0.5, *, steps: int = 3, layers: int = 12) -> None:
+    """Print one table: the untouched model, store-all, two usual rules and the solved plan, all at the same budget.
+
+    Args:
+        budget: fraction of the store-all peak, or a size; the solved plan keeps it.
+        steps: training steps of the untouched model and of the solved plan; the others run one.
+        layers: of the GPT.
+    """
+    from rich.console import Console
+
+    import gcsolve
+    from gcsolve.budget import size_text
+
+    console = Console(width=None if sys.stdout.isatty() else 200)  # a file or a pipe: nothing is folded
+    model, tokens = gpt2_small()
+    if layers != 12:
+        torch.manual_seed(0)
+        model = GPT(layers=layers)
+    size = sum(p.numel() for p in model.parameters())
+    console.print(f"GPT: {layers} layers, width 768, {size / 1e6:.0f} M parameters, {tokens.numel()} tokens a step")
+
+    with console.status("tracing and solving"):
+        solved = gcsolve.solve(model, tokens, budget=budget, progress=False)
+    console.print(
+        f"store-all peak {size_text(solved.baseline_peak_bytes)}, budget {size_text(solved.budget_bytes)}; "
+        f"planned in {solved.trace_s + solved.solution.solve_s:.1f} s "
+        f"(trace {solved.trace_s:.1f} s, solve {solved.solution.solve_s:.1f} s)"
+    )
+    with console.status("training the untouched model"):
+        eager = train(model, tokens, steps)
+    heads = ("plan", "predicted peak", "measured peak", "in budget", "overhead", "step", "gradients")
+    table = _table(heads, align="lrrcrrl")
+    table.add_row("untouched", "", size_text(eager.peak_bytes), "", "", f"{min(eager.seconds):.2f} s", "")
+    solved_run = None
+    for name in ("store_all", "uniform_sqrt", "blocks", "auto"):
+        with console.status(f"training under {name}"):
+            plan = solved if name == "auto" else _plan_of(solved, model, tokens, name)
+            if plan is None:
+                table.add_row(name, "", "", "", "no plan", "", "")
+                continue
+            done = train(plan.module, tokens, steps if name == "auto" else 1)
+        if name == "auto":
+            solved_run = done
+        table.add_row(
+            f"solved ({plan.solution.solver})" if name == "auto" else name,
+            size_text(plan.peak_bytes),
+            size_text(done.peak_bytes),
+            "yes" if done.peak_bytes <= solved.budget_bytes else "no",
+            f"{plan.overhead:.1%}",
+            f"{min(done.seconds):.2f} s",
+            "bitwise equal" if _equal(done.gradients, eager.gradients) else "NOT EQUAL",
+        )
+    console.print(table)
+    assert solved_run is not None
+    same = solved_run.losses == eager.losses and _equal(solved_run.parameters, eager.parameters)
+    console.print(
+        f"losses of {steps} steps, solved plan: {_texts(solved_run.losses)}; untouched: {_texts(eager.losses)}\n"
+        f"losses and parameters after {steps} steps: {'bitwise equal' if same else 'NOT EQUAL'}\n"
+        f"proven: no plan that reruns each value at most once has an overhead below {solved.lower_bound:.1%}; "
+        f"none at all below {solved.any_bound:.1%}"
+    )
+
+
+def _plan_of(solved: Any, model: nn.Module, tokens: Tensor, solver: str) -> Any:
+    """The plan of a rule that may miss the budget: then the least peak that it reaches."""
+    import gcsolve
+
+    budget: int | None = solved.baseline_peak_bytes if solver == "store_all" else solved.budget_bytes
+    for _ in range(2):
+        try:
+            return gcsolve.solve(model, tokens, budget=f"{budget}B", solver=solver, progress=False)
+        except gcsolve.InfeasibleBudget as error:
+            budget = error.least_bytes
+            if budget is None:
+                return None
+    return None
+
+
+def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _texts(losses: list[float]) -> str:
+    return ", ".join(f"{loss:.4f}" for loss in losses)
+
+
+def _table(heads: tuple[str, ...], align: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    words: dict[str, Any] = {"l": "left", "r": "right", "c": "center"}
+    table = Table(box=box.SIMPLE_HEAD)
+    for head, side in zip(heads, align, strict=True):
+        table.add_column(head, justify=words[side])
+    return table

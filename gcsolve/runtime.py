@@ -25,7 +25,7 @@ class Step:
 
     trace: Trace
     emitted: Emitted
-    tangent_layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    tangent_likes: tuple[torch.Tensor, ...]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Flat outputs of the model for the tensors of `Joint.inputs`, differentiable like the untouched model's."""
@@ -82,6 +82,7 @@ class _Function(torch.autograd.Function):
             n = joint.n_forward_outputs
             for position, at in joint.mutations:
                 inputs[at].copy_(results[position])
+        ctx.set_materialize_grads(False)  # else autograd makes zeros for outputs that no gradient was planned for
         ctx.step = step
         ctx.n_saved = emitted.n_saved
         ctx.save_for_backward(*results[n:], *(inputs[i] for i in emitted.backward_inputs))
@@ -104,8 +105,8 @@ class _Function(torch.autograd.Function):
         joint = step.trace.joint
         boxed: list[Any] = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
-        for position, layout in zip(joint.tangents, step.tangent_layouts, strict=True):
-            boxed.append(_laid_out(gradients[position], layout))
+        for position, like in zip(joint.tangents, step.tangent_likes, strict=True):
+            boxed.append(_laid_out(gradients[position], like))
         del gradients
         with torch.no_grad(), disable_autocast():
             made = step.emitted.backward.forward(boxed)
@@ -113,10 +114,11 @@ class _Function(torch.autograd.Function):
         return (None, *(by_input[at] for at in sorted(by_input)))
 
 
-def _laid_out(gradient: torch.Tensor | None, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
-    """The gradient with the strides it was traced with."""
-    assert gradient is not None  # autograd fills in zeros
-    size, stride = layout
+def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The gradient with the strides it was traced with; zeros where the caller's loss did not use the output."""
+    size, stride = tuple(like.shape), tuple(like.stride())
+    if gradient is None:
+        return torch.empty_strided(size, stride, dtype=like.dtype, device=like.device).zero_()
     if tuple(gradient.stride()) == stride:
         return gradient
     return torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
@@ -142,7 +144,7 @@ class _Unplanned(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-def tangent_layouts(trace: Trace) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """(size, stride) that the traced backward expects of each output gradient."""
+def tangent_likes(trace: Trace) -> tuple[torch.Tensor, ...]:
+    """Fake tensors with the shape, strides, dtype and device that the traced backward expects of each output gradient."""
     placeholders = trace.joint.graph_module.graph.find_nodes(op="placeholder")[len(trace.joint.inputs) :]
-    return tuple((tuple(n.meta["val"].shape), tuple(n.meta["val"].stride())) for n in placeholders)
+    return tuple(n.meta["val"] for n in placeholders)

@@ -1,0 +1,259 @@
+"""The command line: `gcsolve demo | plan | compare | solvers | devices`, also as `python -m gcsolve`.
+
+What gcsolve refuses ends in one line on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gcsolve.errors import ArgumentError, GcsolveError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: words after the program's name; None: the process's own.
+
+    Returns:
+        exit status: 0, or 2 for what gcsolve refuses (argparse itself exits with 2 for words it does not know).
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except GcsolveError as error:
+        # One line: texts of several lines (a breakdown) are joined.
+        print(f"gcsolve: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gcsolve",
+        description="Train a PyTorch model inside a given amount of memory at the least recomputation.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    demo = commands.add_parser("demo", help="plan and train a GPT of GPT-2-small's shape at half its store-all peak")
+    demo.add_argument("--budget", default="0.5", help="fraction of the store-all peak, or a size (default: 0.5)")
+    demo.add_argument("--steps", type=int, default=3, help="training steps of the solved plan (default: 3)")
+    demo.add_argument("--layers", type=int, default=12, help=argparse.SUPPRESS)
+    demo.set_defaults(run=_demo)
+
+    plan = commands.add_parser("plan", help="plan a model that a factory of yours makes")
+    _target(plan)
+    asked = plan.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--budget-gb", type=float, help="allowed peak in GB (1e9 bytes)")
+    asked.add_argument("--budget", help='a size ("20GiB"), or a fraction of the store-all peak ("0.5")')
+    plan.add_argument("--solver", default="auto", help="see `gcsolve solvers` (default: auto)")
+    plan.add_argument("--decisions", action="store_true", help="also list what is kept and what is recomputed")
+    plan.add_argument("--verify", type=int, metavar="STEPS", help="also run the plan against the untouched model")
+    plan.set_defaults(run=_plan)
+
+    compare = commands.add_parser("compare", help="solvers against each other at several budgets")
+    _target(compare)
+    compare.add_argument("--budgets", nargs="+", default=["0.8", "0.6", "0.4"], help="fractions, or sizes")
+    compare.add_argument("--solvers", nargs="+", metavar="SOLVER", help="default: all")
+    compare.set_defaults(run=_compare)
+
+    commands.add_parser("solvers", help="the methods that --solver accepts").set_defaults(run=_solvers)
+    commands.add_parser("devices", help="the devices that --device accepts").set_defaults(run=_devices)
+    return parser
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="module:factory",
+        help="a function without arguments that returns (model, example_input) or (model, example_input, loss)",
+    )
+    parser.add_argument("--device", help="where it will run; see `gcsolve devices` (default: where the model is)")
+    parser.add_argument("--cost", default="auto", help="flops or roofline (default: roofline)")
+    parser.add_argument("--optimizer", help="a class in torch.optim (AdamW), or bytes per parameter; its state counts")
+    parser.add_argument("--scope", default="step", help="step (default), or activations: forward and backward only")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the solver (default: 60)"
+    )
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from gcsolve import demo
+
+    demo.run(_budget(arguments.budget), steps=arguments.steps, layers=arguments.layers)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    import gcsolve
+
+    model, example_input, loss = _made(arguments.target)
+    size = {"budget_gb": arguments.budget_gb}
+    if arguments.budget is not None:
+        size = {"budget": _budget(arguments.budget)}
+    plan = gcsolve.solve(model, example_input, **size, loss=loss, solver=arguments.solver, **_settings(arguments))
+    print(plan.summary())
+    if arguments.decisions:
+        _print_decisions(plan)
+    if arguments.verify is not None:
+        print(plan.verify(steps=arguments.verify).summary())
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    import gcsolve
+
+    model, example_input, loss = _made(arguments.target)
+    comparison = gcsolve.compare(
+        model,
+        example_input,
+        budgets=[_budget(text) for text in arguments.budgets],
+        solvers=tuple(arguments.solvers or gcsolve.solvers()),
+        loss=loss,
+        measure=False,
+        **_settings(arguments),
+    )
+    print(comparison.summary())
+
+
+def _solvers(_: argparse.Namespace) -> None:
+    import inspect
+
+    from gcsolve.solvers.registry import SOLVERS
+
+    rows = []
+    for name, solver in SOLVERS.items():
+        text = (inspect.getmodule(type(solver)) or solver).__doc__ or ""
+        rows.append([name, text.strip().split("\n\n")[0].replace("\n", " ")])
+    _print_table(["solver", "method"], rows)
+
+
+def _devices(_: argparse.Namespace) -> None:
+    from gcsolve.cost.devices import devices
+
+    def tera(flops: float | None) -> str:
+        return "" if flops is None else f"{flops / 1e12:.4g}"
+
+    rows = [
+        [
+            spec.name,
+            f"{spec.memory_bytes / 1e9:.0f}",
+            f"{spec.bandwidth_bytes_per_s / 1e9:.0f}",
+            *(tera(spec.peak_flops.get(dtype)) for dtype in ("bfloat16", "float16", "float32", "float64")),
+            spec.source,
+        ]
+        for spec in devices()
+    ]
+    heads = ["device", "GB", "GB/s", "bf16", "fp16", "fp32", "fp64", "source of the figures (TFLOP/s, dense)"]
+    _print_table(heads, rows, right=range(1, 7))
+
+
+# --- words to values -------------------------------------------------------------------------------------------------
+
+
+def _budget(text: str) -> str | float:
+    """A plain number is a fraction; anything else is a size for the API to judge."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "device": arguments.device,
+        "cost": arguments.cost,
+        "optimizer": _optimizer(arguments.optimizer),
+        "scope": arguments.scope,
+        "time_limit_s": arguments.time_limit,
+    }
+
+
+def _optimizer(text: str | None) -> Any:
+    if text is None:
+        return None
+    import torch
+
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    found = getattr(torch.optim, text, None)
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        return found
+    known = sorted(
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
+    )
+    raise ArgumentError(f"--optimizer {text} is neither a number of bytes nor one of {', '.join(known)}")
+
+
+def _made(target: str) -> tuple[Any, Any, Callable[[Any], Any] | None]:
+    """What the factory named by "module:function" returns, as (model, example_input, loss)."""
+    factory = _factory(target)
+    made = factory()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ArgumentError(
+            f"{target} returned {type(made).__name__}; it must return (model, example_input) or "
+            "(model, example_input, loss)"
+        )
+    model, example_input = made[:2]
+    return model, example_input, made[2] if len(made) == 3 else None
+
+
+def _factory(target: str) -> Callable[[], Any]:
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise ArgumentError(f"{target!r} is not of the form module:factory, as in my_models:small")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # an installed script does not look in the current folder by itself
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only the name that was asked for: an import that fails inside the user's module keeps its traceback.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ArgumentError(f"there is no module {error.name!r} here (looked for {target!r})") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ArgumentError(f"{module_name} has no function {name!r}")
+    return factory
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="right" if i in right else "left", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*row)
+    # Not a terminal (a file, a pipe): wide enough that nothing is folded.
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+
+
+def _print_decisions(plan: Any) -> None:
+    from gcsolve.budget import size_text
+
+    rows = [
+        [d.action, str(d.times), size_text(d.size_bytes), d.op, d.module, f"{d.dtype}{list(d.shape)}", d.source]
+        for d in plan.decisions
+    ]
+    _print_table(["action", "reruns", "size", "op", "module", "value", "source"], rows, right=(1, 2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
