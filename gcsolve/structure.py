@@ -159,7 +159,7 @@ def static_key(template: Template) -> Any:
 
 def _value_key(value: Any) -> Any:
     kind, items = ("atom", []) if isinstance(value, _ATOMS) else _children(value)
-    if items:
+    if items or kind in ("mapping", "sequence", "namedtuple", "dataclass"):  # an empty one too: it cannot be hashed
         return (type(value), tuple((str(key), _value_key(child)) for key, child in items))
     if isinstance(value, float):
         return (float, value.hex())
