@@ -69,16 +69,16 @@ def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
     graph = problem.graph
     best = least_run(replay.run(kept) for kept in _starts(graph))
     lower, _ = peak_floor(problem)
-    hoped = lower  # no plan was found below it: proven or out of time
+    missed = lower - 1  # no plan was found at this budget: proven, or out of time
     tolerance = int(REL_TOLERANCE * max(0, best.peak_bytes - graph.external_bytes))
     program = Program(Choices(replay, tolerance // 4), best.peak_bytes)
-    while best.peak_bytes > hoped + tolerance and time.perf_counter() < deadline:
-        aim = (hoped + best.peak_bytes) // 2
+    while best.peak_bytes > missed + 1 + tolerance and time.perf_counter() < deadline:
+        aim = (missed + best.peak_bytes) // 2
         run, proven = _probe(program, best, aim, deadline)
         if run is not None:
             best = least_run((best, run))
         else:
-            hoped = aim
+            missed = aim
             lower = max(lower, aim + 1) if proven else lower
     schedule = schedule_from_order(graph, order_from_kept(graph, best.kept))
     peak = simulate(problem, schedule).peak_bytes
