@@ -20,9 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gcsolve.solvers._program import BYTE_UNITS, ROW_SLACK, UNITS, Choices, run_model, weighted_sum
+from gcsolve.solvers._program import BYTE_UNITS, ROW_SLACK, UNITS, Choices, MipResult, run_model, weighted_sum
 
-MOMENTS = 8
+MOMENTS = 12
+"""Moments whose LP relaxation is solved."""
+CLOSE = 0.9
+"""The MILP is solved at the moments whose relaxation reaches this share of the largest bound so far."""
+EXACT = 3
+"""... and at no more of them than this."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +41,30 @@ class AnyBound:
 
 
 def any_schedule_bound(choices: Choices, budget_bytes: int, *, deadline: float, abs_gap: float) -> AnyBound:
-    """The largest single-moment bound over the `MOMENTS` worst, spread-out moments of the store-all step."""
-    found: list[tuple[float, int, frozenset[int]]] = []
+    """The largest single-moment bound over the worst, spread-out moments of the store-all step."""
+    relaxed: list[tuple[float, int]] = []
     for t in worst_moments(choices, budget_bytes):
-        if time.perf_counter() > deadline:
-            break
         left = deadline - time.perf_counter()
-        bound, kept, infeasible = moment_bound(choices, t, budget_bytes, time_limit_s=left / 4, abs_gap=abs_gap)
-        if infeasible:
+        if left <= 0:
+            break
+        answer = moment_bound(choices, t, budget_bytes, time_limit_s=left, abs_gap=abs_gap, relax=True)
+        if answer.infeasible:
             return AnyBound(0.0, (), (t,), True)
-        if kept is not None:
-            found.append((bound, t, kept))
-    found.sort(key=lambda f: (-f[0], f[1]))
-    return AnyBound(
-        max((f[0] for f in found), default=0.0),
-        tuple(f[2] for f in found[:2]),
-        tuple(f[1] for f in found[:3]),
-        False,
-    )
+        relaxed.append((answer.bound, t))
+    relaxed.sort(key=lambda f: (-f[0], f[1]))
+    best = relaxed[0][0] if relaxed else 0.0
+    kept: list[frozenset[int]] = []
+    for bound, t in relaxed[:EXACT]:
+        left = deadline - time.perf_counter()
+        if left <= 0 or bound < CLOSE * best:
+            break
+        answer = moment_bound(choices, t, budget_bytes, time_limit_s=left / 2, abs_gap=abs_gap)
+        if answer.infeasible:
+            return AnyBound(0.0, (), (t,), True)
+        best = max(best, answer.bound)
+        if answer.kept is not None:
+            kept.append(answer.kept)
+    return AnyBound(best, tuple(kept), tuple(t for _, t in relaxed[:EXACT]), False)
 
 
 def worst_moments(choices: Choices, budget_bytes: int) -> list[int]:
@@ -72,9 +83,9 @@ def worst_moments(choices: Choices, budget_bytes: int) -> list[int]:
 
 
 def moment_bound(
-    choices: Choices, t: int, budget_bytes: int, *, time_limit_s: float, abs_gap: float
-) -> tuple[float, frozenset[int] | None, bool]:
-    """(bound in overhead, what is held, proven infeasible) for the moment when node t runs."""
+    choices: Choices, t: int, budget_bytes: int, *, time_limit_s: float, abs_gap: float, relax: bool = False
+) -> MipResult:
+    """The bound of the moment when node t runs, and what its optimum holds; `relax`: h may be fractional."""
     from ortools.math_opt.python import mathopt
 
     replay = choices.replay
@@ -98,7 +109,7 @@ def moment_bound(
         if not (c.last_native > t or readers):
             continue
         low, high = (1.0, 1.0) if here or c.fixed == 1 else (0.0, 0.0 if c.fixed == 0 else 1.0)
-        held = model.add_variable(lb=low, ub=high, is_integer=True)
+        held = model.add_variable(lb=low, ub=high, is_integer=not relax)
         h[c.value] = held
         if not here and c.size_bytes:
             terms[held] = c.size_bytes / unit_bytes
@@ -109,5 +120,4 @@ def moment_bound(
             model.add_linear_constraint(held + made >= r[j] if made is not None else held >= r[j])
     model.add_linear_constraint(weighted_sum(terms) <= (budget_bytes - const) / unit_bytes + ROW_SLACK)
     model.minimize(weighted_sum({var: problem.cost[i] * UNITS / total for i, var in r.items()}))
-    answer = run_model(model, h, time_limit_s=time_limit_s, abs_gap=abs_gap)
-    return answer.bound, answer.kept, answer.infeasible
+    return run_model(model, h, time_limit_s=time_limit_s, abs_gap=abs_gap)

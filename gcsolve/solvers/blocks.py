@@ -10,6 +10,7 @@ Differs from the frameworks' switch in one point: it never reruns what the backw
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from typing import ClassVar
@@ -49,3 +50,23 @@ def _block_name(path: list[str], entries: dict[str, set[str]]) -> str:
         if part.isdecimal() and len(entries[".".join(path[:depth])]) > 1:
             return ".".join(path[: depth + 1])
     return ""
+
+
+def twins(graph: Graph) -> dict[int, int]:
+    """Forward value -> the value at the same place of the first block like its own (itself in that first block).
+
+    The same place: same module path below the block, op, rank among such nodes, output and size.
+    """
+    block = block_of(graph)
+    first: dict[tuple[object, ...], int] = {}
+    rank: dict[tuple[object, ...], int] = {}
+    found: dict[int, int] = {}
+    for i, number in enumerate(block):
+        if number < 0:
+            continue
+        node = graph.nodes[i]
+        path = re.sub(r"\d+", "*", node.module, count=1)
+        place = rank[number, path, node.op] = rank.get((number, path, node.op), -1) + 1
+        for k, v in enumerate(node.outputs):
+            found[v] = first.setdefault((path, node.op, place, k, graph.values[v].size_bytes), v)
+    return found

@@ -22,11 +22,13 @@ from gcsolve.simulate import simulate
 from gcsolve.solvers._kept import KeptReplay, KeptRun
 from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import repair, whole_nodes
+from gcsolve.solvers.blocks import twins
 from gcsolve.solvers.uniform import uniform_kept
 
 REL_TOLERANCE = 2e-3
 """Stop when the least peak is known to this share of the bytes above the external ones."""
 LOOSE_GAP = 0.01
+TIED_SHARE = 0.3
 PROBE_SHARE = 0.25
 """A probe may take this share of the time that is left."""
 
@@ -69,9 +71,21 @@ def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
     graph = problem.graph
     best = least_run(replay.run(kept) for kept in _starts(graph))
     lower, _ = peak_floor(problem)
-    missed = lower - 1  # no plan was found at this budget: proven, or out of time
     tolerance = int(REL_TOLERANCE * max(0, best.peak_bytes - graph.external_bytes))
-    program = Program(Choices(replay, tolerance // 4), best.peak_bytes)
+    choices = Choices(replay, tolerance // 4)
+    tied = Program(choices, best.peak_bytes, twins(graph))
+    best, _ = _bisect(tied, best, lower, tolerance, started + TIED_SHARE * time_limit_s)
+    best, proven = _bisect(Program(choices, best.peak_bytes), best, lower, tolerance, deadline)
+    lower = max(lower, proven)
+    schedule = schedule_from_order(graph, order_from_kept(graph, best.kept))
+    peak = simulate(problem, schedule).peak_bytes
+    node = int(best.order[int(best.bytes_at.argmax())]) if len(best.order) else 0
+    return MinimumPeak(peak, min(lower, peak), node, schedule, time.perf_counter() - started)
+
+
+def _bisect(program: Program, best: KeptRun, lower: int, tolerance: int, deadline: float) -> tuple[KeptRun, int]:
+    """(least run found, bytes that the program needs at least)."""
+    missed = lower - 1  # no plan was found at this budget: proven, or out of time
     while best.peak_bytes > missed + 1 + tolerance and time.perf_counter() < deadline:
         aim = (missed + best.peak_bytes) // 2
         run, proven = _probe(program, best, aim, deadline)
@@ -79,11 +93,8 @@ def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
             best = least_run((best, run))
         else:
             missed = aim
-            lower = max(lower, aim + 1) if proven else lower
-    schedule = schedule_from_order(graph, order_from_kept(graph, best.kept))
-    peak = simulate(problem, schedule).peak_bytes
-    node = int(best.order[int(best.bytes_at.argmax())]) if len(best.order) else 0
-    return MinimumPeak(peak, min(lower, peak), node, schedule, time.perf_counter() - started)
+            lower = aim + 1 if proven else lower
+    return best, lower
 
 
 def _probe(program: Program, best: KeptRun, aim: int, deadline: float) -> tuple[KeptRun | None, bool]:

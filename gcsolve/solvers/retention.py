@@ -48,10 +48,12 @@ from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import improve, repair
 from gcsolve.solvers.anybound import any_schedule_bound
 from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status, judged
+from gcsolve.solvers.blocks import twins
 from gcsolve.solvers.minimum import minimum_peak, peak_floor
 
 LOOSE_GAP = 0.02
 BOUND_SHARE = 0.25
+TIED_ROUNDS = 12
 TINY_SHARE = 1e-3
 """Values that sum up to this share of the budget are kept without asking; never more than a tenth of the gap."""
 
@@ -125,9 +127,12 @@ class _Search:
         if self.met(0.1):
             return False
         program = Program(self.choices, self.budget_bytes)
+        tied = Program(self.choices, self.budget_bytes, twins(self.replay.problem.graph))
         for moment in proof.moments:
             program.add_instant(moment, -1)
-        return self._rounds(program)
+            tied.add_instant(moment, -1)
+        self._tied_rounds(tied)
+        return not self.met() and self._rounds(program)
 
     def _try(self, kept: frozenset[int]) -> KeptRun:
         run = self.replay.run(kept)
@@ -135,6 +140,18 @@ class _Search:
         if fixed is not None:
             self.offer(improve(self.replay, fixed, self.budget_bytes, self.deadline))
         return run
+
+    def _tied_rounds(self, tied: Program) -> None:
+        """Incumbents that treat repeated blocks alike: a small program, so soon solved, that proves nothing."""
+        if len(set(tied.S.values())) == len(tied.S):
+            return
+        for _ in range(TIED_ROUNDS):
+            answer = tied.solve(time_limit_s=self.left() / 10, abs_gap=self.gap / 4)
+            if answer.kept is None:
+                return
+            run = self._try(answer.kept)
+            if self.met() or not add_overflowing(tied, run, self.budget_bytes):
+                return
 
     def _rounds(self, program: Program) -> bool:
         """Solve, replay, add rows. Early rounds stop at a loose gap: their plans only show which rows are missing."""
