@@ -33,6 +33,8 @@ from gcsolve.cost.devices import DeviceSpec, get_device
 from gcsolve.cost.flops import fake_arguments, op_info
 from gcsolve.measure import peak_of_events
 
+aten = torch.ops.aten
+
 MAX_MEMORY_SHARE = 0.25  # of the free memory: an op whose operands and results take more is not run
 MAX_SECONDS = 2.0  # an op estimated slower than this is not run
 
@@ -69,6 +71,8 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
     target = node.target
     if target is operator.getitem or (isinstance(target, _torch.OpOverload) and _torch.view_like(target)):
         return Workspace(0, measured=True)
+    if device.kind == "cpu" and _is_plain_matmul(node):
+        return Workspace(0, measured=True)
     if measure and _is_here(device) and _may_run(node):
         key = (device.kind, torch.get_num_threads(), _signature(node))
         if key in _measured:
@@ -82,6 +86,24 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
 
 
 _measured: dict[Any, Workspace] = {}
+
+
+def _is_plain_matmul(node: fx.Node) -> bool:
+    """A float32 or float64 matmul whose operands BLAS reads as they lie: it writes into its output and takes nothing
+    else from torch's allocator (a test runs such a one), and the largest ones would take seconds to run."""
+    if getattr(node.target, "overloadpacket", None) not in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+        return False
+    tensors = [t for t in _leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
+    return all(t.dtype in (torch.float32, torch.float64) for t in tensors) and all(
+        _is_blas_layout(t) for t in tensors if t.dim() > 1
+    )
+
+
+def _is_blas_layout(t: torch.Tensor) -> bool:
+    """Rows or columns lie densely, and neither overlaps the next."""
+    (rows, cols), (row_step, col_step) = t.shape[-2:], t.stride()[-2:]
+    by_rows = col_step == 1 and row_step >= max(1, cols)
+    return by_rows or (row_step == 1 and col_step >= max(1, rows))
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -227,7 +249,6 @@ def _well_conditioned(like: torch.Tensor, device: str) -> torch.Tensor:
 
 # --- estimating ------------------------------------------------------------------------------------------------------
 
-aten = torch.ops.aten
 _MIB = 1 << 20
 
 
