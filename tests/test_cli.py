@@ -1,0 +1,160 @@
+"""The command line: what each command prints, and that refusals are one line and status 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from gcsolve.cli import main
+from gcsolve.cost.devices import devices
+from gcsolve.solvers.registry import solvers
+
+MODELS = """
+import torch
+
+def small():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32), torch.nn.GELU()] * 4)
+    return model, torch.randn(512, 32)
+
+def with_loss():
+    model, x = small()
+    return model, x, lambda y: y.square().mean()
+
+def nothing():
+    return 7
+
+broken = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with a module of factories in it; its name."""
+    name = f"cli_models_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODELS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line on standard error of a command that must be refused."""
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("gcsolve: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_solvers_lists_every_registered(capsys):
+    assert main(["solvers"]) == 0
+    out = capsys.readouterr().out
+    for name in solvers():
+        assert f" {name} " in out
+
+
+def test_devices_lists_every_known_with_its_source(capsys):
+    assert main(["devices"]) == 0
+    out = capsys.readouterr().out
+    for spec in devices():
+        assert f" {spec.name} " in out
+        assert spec.source in out
+
+
+def test_plan_prints_the_summary(capsys, here):
+    assert main(["plan", f"{here}:small", "--budget", "0.8", "--decisions"]) == 0
+    out = capsys.readouterr().out
+    assert "of budget" in out
+    assert "overhead" in out
+    assert "recompute" in out
+
+
+def test_plan_with_loss_optimizer_device_and_verify(capsys, here):
+    words = ["plan", f"{here}:with_loss", "--budget-gb", "0.01", "--optimizer", "AdamW", "--solver", "store_all"]
+    assert main([*words, "--cost", "flops", "--verify", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "optimizer" in out
+    assert "bitwise equal" in out
+    assert main([*words, "--device", "h200"]) == 0
+    assert "h200" in capsys.readouterr().out
+
+
+def test_budget_that_cannot_be_met(capsys, here):
+    assert "cannot be met" in refused(capsys, "plan", f"{here}:small", "--budget", "1kB")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--budget", "much"], "'much' is not a size"),
+        (["--budget", "-1"], "above 0"),
+        (["--budget-gb", "nan"], "finite"),
+        (["--budget", "0.5", "--solver", "magic"], "known solvers"),
+        (["--budget", "0.5", "--device", "h9000"], "known devices"),
+        (["--budget", "0.5", "--cost", "speed"], "known cost models"),
+        (["--budget", "0.5", "--scope", "moon"], "known scopes"),
+        (["--budget", "0.5", "--optimizer", "Adamm"], "AdamW"),
+    ],
+)
+def test_bad_words_name_what_is_accepted(capsys, here, words, text):
+    assert text in refused(capsys, "plan", f"{here}:small", *words)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("nocolon", "module:factory"),
+        ("no_such_module_here:f", "no module"),
+        ("{here}:absent", "no function 'absent'"),
+        ("{here}:broken", "no function 'broken'"),
+        ("{here}:nothing", "must return (model, example_input)"),
+    ],
+)
+def test_bad_targets(capsys, here, target, text):
+    assert text in refused(capsys, "plan", target.format(here=here), "--budget", "0.5")
+
+
+def test_an_import_that_fails_inside_the_users_module_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "cli_models_failing.py").write_text("import no_such_dependency\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        main(["plan", "cli_models_failing:f", "--budget", "0.5"])
+
+
+def test_both_budgets_are_refused(capsys, here):
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", f"{here}:small", "--budget", "0.5", "--budget-gb", "1"])
+    assert exit_.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "gcsolve", "solvers"], capture_output=True, text=True, check=True)
+    assert "store_all" in done.stdout
+    assert done.stderr == ""
+
+
+def test_small_demo(capsys):
+    """The demo with one layer: every plan's gradients equal, the solved plan within its budget."""
+    assert main(["demo", "--layers", "1", "--budget", "0.9", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "NOT" not in out
+    assert out.count("bitwise equal") == 5
+    solved = next(line for line in out.splitlines() if "solved" in line)
+    assert " yes " in solved
+
+
+@pytest.mark.heavy
+def test_demo_at_half_the_peak(capsys):
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "NOT" not in out
+    solved = next(line for line in out.splitlines() if "solved (" in line)
+    assert " yes " in solved
