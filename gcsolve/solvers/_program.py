@@ -342,9 +342,9 @@ class Program:
         self.margin_bytes += bytes_more
         self.set_budget(self.budget_bytes)
 
-    def solve(self, *, time_limit_s: float, abs_gap: float) -> MipResult:
-        """Bound and kept set; `abs_gap` in overhead."""
-        return run_model(self.model, self.S, time_limit_s=time_limit_s, abs_gap=abs_gap)
+    def solve(self, *, time_limit_s: float, abs_gap: float, nodes: int | None = None) -> MipResult:
+        """Bound and kept set; `abs_gap` in overhead; `nodes`: stop after so many branch-and-bound nodes."""
+        return run_model(self.model, self.S, time_limit_s=time_limit_s, abs_gap=abs_gap, nodes=nodes)
 
 
 def add_overflowing(program: Program, run: KeptRun, budget_bytes: int) -> int:
@@ -362,7 +362,12 @@ def add_overflowing(program: Program, run: KeptRun, budget_bytes: int) -> int:
 
 
 def run_model(
-    model: mathopt.Model, held: dict[int, mathopt.Variable], *, time_limit_s: float, abs_gap: float
+    model: mathopt.Model,
+    held: dict[int, mathopt.Variable],
+    *,
+    time_limit_s: float,
+    abs_gap: float,
+    nodes: int | None = None,
 ) -> MipResult:
     """Minimise with HiGHS on one thread; `abs_gap` and the bound in objective / UNITS."""
     from ortools.math_opt.python import mathopt
@@ -370,6 +375,7 @@ def run_model(
     params = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(0.05, time_limit_s)),
         random_seed=0,
+        node_limit=nodes,
         absolute_gap_tolerance=abs_gap * UNITS,
         relative_gap_tolerance=0.0,
     )

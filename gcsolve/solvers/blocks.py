@@ -52,12 +52,14 @@ def _block_name(path: list[str], entries: dict[str, set[str]]) -> str:
     return ""
 
 
-def twins(graph: Graph) -> dict[int, int]:
+def twins(graph: Graph, groups: int = 1) -> dict[int, int]:
     """Forward value -> the value at the same place of the first block like its own (itself in that first block).
 
-    The same place: same module path below the block, op, rank among such nodes, output and size.
+    The same place: same module path below the block, op, rank among such nodes, output and size. With more `groups`,
+    the blocks are cut into so many runs and only blocks of the same run are alike.
     """
     block = block_of(graph)
+    count = max(block, default=0) + 1
     first: dict[tuple[object, ...], int] = {}
     rank: dict[tuple[object, ...], int] = {}
     found: dict[int, int] = {}
@@ -68,5 +70,7 @@ def twins(graph: Graph) -> dict[int, int]:
         path = re.sub(r"\d+", "*", node.module, count=1)
         place = rank[number, path, node.op] = rank.get((number, path, node.op), -1) + 1
         for k, v in enumerate(node.outputs):
-            found[v] = first.setdefault((path, node.op, place, k, graph.values[v].size_bytes), v)
+            found[v] = first.setdefault(
+                (number * groups // count, path, node.op, place, k, graph.values[v].size_bytes), v
+            )
     return found

@@ -54,6 +54,9 @@ from gcsolve.solvers.minimum import minimum_peak, peak_floor
 LOOSE_GAP = 0.02
 BOUND_SHARE = 0.25
 TIED_ROUNDS = 12
+TIED_GROUPS = (1, 2, 4)
+POLISH_VARIABLES = 1500
+POLISH_ROUNDS = 3
 TINY_SHARE = 1e-3
 """Values that sum up to this share of the budget are kept without asking; never more than a tenth of the gap."""
 
@@ -127,12 +130,16 @@ class _Search:
         if self.met(0.1):
             return False
         program = Program(self.choices, self.budget_bytes)
-        tied = Program(self.choices, self.budget_bytes, twins(self.replay.problem.graph))
         for moment in proof.moments:
             program.add_instant(moment, -1)
-            tied.add_instant(moment, -1)
-        self._tied_rounds(tied)
-        return not self.met() and self._rounds(program)
+        for groups in TIED_GROUPS:
+            self._tied_rounds(groups, proof.moments)
+            if self.met():
+                break
+        if not self.met() and self._rounds(program):
+            return True
+        self._polish(program)
+        return False
 
     def _try(self, kept: frozenset[int]) -> KeptRun:
         run = self.replay.run(kept)
@@ -141,16 +148,34 @@ class _Search:
             self.offer(improve(self.replay, fixed, self.budget_bytes, self.deadline))
         return run
 
-    def _tied_rounds(self, tied: Program) -> None:
+    def _tied_rounds(self, groups: int, moments: tuple[int, ...]) -> None:
         """Incumbents that treat repeated blocks alike: a small program, so soon solved, that proves nothing."""
+        tied = Program(self.choices, self.budget_bytes, twins(self.replay.problem.graph, groups))
         if len(set(tied.S.values())) == len(tied.S):
             return
+        for moment in moments:
+            tied.add_instant(moment, -1)
         for _ in range(TIED_ROUNDS):
             answer = tied.solve(time_limit_s=self.left() / 10, abs_gap=self.gap / 4)
             if answer.kept is None:
                 return
             run = self._try(answer.kept)
-            if self.met() or not add_overflowing(tied, run, self.budget_bytes):
+            hopeless = answer.bound - self.bound > self.gap * (1.0 + answer.bound)  # not even their best would do
+            if self.met() or hopeless or not add_overflowing(tied, run, self.budget_bytes):
+                return
+
+    def _polish(self, program: Program) -> None:
+        """Within the gap: a few looks at the root of the MILP, which often is the optimum."""
+        for _ in range(POLISH_ROUNDS):
+            large = program.model.get_num_variables() > POLISH_VARIABLES
+            if self.met(0.1) or self.left() <= 0 or program.margin_bytes or large:
+                return
+            answer = program.solve(time_limit_s=self.left() / 2, abs_gap=self.gap / 20, nodes=1)
+            self.bound = max(self.bound, answer.bound)
+            if answer.kept is None:
+                return
+            run = self._try(answer.kept)
+            if not add_overflowing(program, run, self.budget_bytes):
                 return
 
     def _rounds(self, program: Program) -> bool:
