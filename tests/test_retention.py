@@ -1,0 +1,158 @@
+"""The default solver against brute force: its optimum, its two bounds, its rows, its least peak."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gcsolve.problem import Problem
+from gcsolve.schedule import order_from_kept, schedule_from_order
+from gcsolve.simulate import simulate
+from gcsolve.solvers._kept import NEVER, KeptReplay
+from gcsolve.solvers._program import Choices, Program
+from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Status
+from gcsolve.solvers.minimum import minimum_peak, peak_floor
+from gcsolve.solvers.retention import Retention
+from tests.graphs import known, layered, training_chain
+from tests.oracles import best_cost, best_kept_cost, droppable, least_kept_peak, play_kept
+from tests.strategies import problems
+
+SMALL = 9  # values that can be dropped, for brute force
+
+
+def overhead(problem: Problem, cost: float) -> float:
+    return (cost - problem.total_cost) / (problem.total_cost or 1.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_the_optimum_is_what_brute_force_finds(problem: Problem):
+    assume(len(droppable(problem)) <= SMALL)
+    best = best_kept_cost(problem)
+    solution = Retention().solve(problem, gap=0.0)
+    if best is None:
+        assert solution.status is Status.INFEASIBLE
+        assert solution.least_bytes == least_kept_peak(problem) > problem.budget_bytes
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.overhead == pytest.approx(overhead(problem, best), abs=1e-9)
+    assert solution.lower_bound == pytest.approx(solution.overhead, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_forward=4, max_backward=4))
+def test_no_schedule_beats_the_any_schedule_bound(problem: Problem):
+    assume(len(problem.graph.values) <= 10)
+    solution = Retention().solve(problem, gap=0.0)
+    best = best_cost(problem)
+    if best is None:
+        assert solution.status is Status.INFEASIBLE
+    else:
+        assert solution.any_bound <= overhead(problem, best) + 1e-9
+        if solution.certificate == ANY_SCHEDULE:
+            assert solution.lower_bound <= overhead(problem, best) + 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(max_forward=7, max_backward=6), st.data())
+def test_the_quick_replay_is_the_simulator(problem: Problem, data: st.DataObject):
+    kept = [v for v in range(len(problem.graph.values)) if data.draw(st.booleans())]
+    run = KeptReplay(problem).run(kept)
+    order = order_from_kept(problem.graph, kept)
+    replay = simulate(problem, schedule_from_order(problem.graph, order))
+    assert tuple(run.order) == order
+    assert run.peak_bytes == replay.peak_bytes
+    assert run.rerun_cost == pytest.approx(replay.cost - problem.total_cost, abs=1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(max_forward=6, max_backward=5), st.data())
+def test_the_rows_are_the_memory(problem: Problem, data: st.DataObject):
+    """With every row present and the kept set given, the program fits exactly at the replayed peak."""
+    replay = KeptReplay(problem)
+    kept = {v for v in droppable(problem) if not problem.graph.values[v].size_bytes or data.draw(st.booleans())}
+    assume(play_kept(problem, frozenset(kept)) is not None)
+    run = replay.run(kept)
+    assume(run.peak_bytes > 0)
+    choices = Choices(replay, 0)
+    reruns = {i for i in range(problem.graph.backward_start) if run.rerun_at[i] < NEVER}
+    for budget, fits in ((run.peak_bytes, True), (run.peak_bytes - 1, False)):
+        program = Program(choices, budget)
+        for node, before in run.moments(problem.graph.backward_start):
+            program.add_instant(node, before)
+        for c in choices.choices.values():
+            needed = c.first_native < NEVER or any(j in reruns for j in c.rerun_readers)
+            if c.fixed is None and not c.once:
+                held = float(c.value in kept and needed)
+                program.S[c.value].lower_bound = program.S[c.value].upper_bound = held
+            elif c.fixed == 0:
+                assume(c.value not in kept or not needed)
+        answer = program.solve(time_limit_s=10, abs_gap=1e-9)
+        assert (answer.kept is not None) == fits
+        if fits:
+            total = problem.total_cost or 1.0
+            assert answer.bound == pytest.approx(run.rerun_cost / total, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_the_least_peak_is_what_brute_force_finds(problem: Problem):
+    assume(len(droppable(problem)) <= SMALL)
+    least = minimum_peak(problem)
+    assert least.bytes == least.lower_bytes == least_kept_peak(problem)
+    assert simulate(problem, least.schedule).peak_bytes == least.bytes
+    assert peak_floor(problem)[0] <= least.bytes
+    assert 0 <= least.node < len(problem.graph.nodes)
+
+
+def test_infeasible_says_what_would_fit_and_that_fits():
+    problem = layered(6, 0)
+    floor, _ = peak_floor(problem)
+    for budget in (0, floor - 1, floor + 1):
+        refused = Retention().solve(problem.with_budget(budget))
+        assert refused.status is Status.INFEASIBLE
+        assert refused.schedule is None
+        assert refused.least_bytes is not None
+        assert refused.least_node is not None
+        assert Retention().solve(problem.with_budget(refused.least_bytes)).peak_bytes <= refused.least_bytes
+
+
+def test_no_time_never_means_infeasible():
+    problem = layered(12, 0)
+    least = minimum_peak(problem).bytes
+    for budget in (least, least + 400):
+        solution = Retention().solve(problem.with_budget(budget), time_limit_s=0.0)
+        assert solution.status in (Status.TIME_LIMIT, Status.FEASIBLE, Status.OPTIMAL)
+        assert solution.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("problem", [layered(8, 0), training_chain(12, 0, size=16)], ids=["layered", "chain"])
+def test_a_falling_budget_never_raises_the_peak_nor_lowers_the_cost(problem: Problem):
+    everything = Retention().solve(problem.with_budget(10**9)).peak_bytes
+    least = minimum_peak(problem).bytes
+    budgets = [everything - (everything - least) * k // 7 for k in range(8)]
+    plans = [Retention().solve(problem.with_budget(b)) for b in budgets]
+    assert all(plan.peak_bytes <= b for plan, b in zip(plans, budgets, strict=True))
+    peaks = [plan.peak_bytes for plan in plans]
+    assert peaks == sorted(peaks, reverse=True)
+    for looser, tighter in pairwise(plans):
+        assert tighter.overhead >= looser.lower_bound - 1e-9
+        assert looser.overhead <= tighter.overhead + 0.005 * (1 + tighter.overhead)
+
+
+def test_the_certificate_says_which_class():
+    room = {case.name: Retention().solve(case.problem, gap=0.0) for case in known() if case.kept_cost is not None}
+    assert room["chain, room for all"].certificate == ANY_SCHEDULE
+    assert room["chain, one short"].certificate == ANY_SCHEDULE
+    assert {s.certificate for s in room.values()} <= {ANY_SCHEDULE, ONE_RERUN}
+    assert all(s.any_bound <= s.lower_bound + 1e-12 for s in room.values())
+
+
+def test_a_deep_chain_does_not_recurse():
+    problem = training_chain(1200, 0)
+    problem = problem.with_budget(2600)
+    solution = Retention().solve(problem, time_limit_s=20)
+    assert solution.status in (Status.OPTIMAL, Status.FEASIBLE)
