@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="plan and train a GPT of GPT-2-small's shape at half its store-all peak")
     demo.add_argument("--budget", default="0.5", help="fraction of the store-all peak, or a size (default: 0.5)")
-    demo.add_argument("--steps", type=int, default=3, help="training steps of the solved plan (default: 3)")
+    demo.add_argument("--steps", type=int, default=2, help="training steps of the solved plan (default: 2)")
     demo.add_argument("--layers", type=int, default=12, help=argparse.SUPPRESS)
     demo.set_defaults(run=_demo)
 

@@ -131,7 +131,7 @@ def train(module: nn.Module, tokens: Tensor, steps: int, seed: int = 0) -> Run:
     return run
 
 
-def run(budget: str | float = 0.5, *, steps: int = 3, layers: int = 12) -> None:
+def run(budget: str | float = 0.5, *, steps: int = 2, layers: int = 12) -> None:
     """Print one table: the untouched model, store-all, two usual rules and the solved plan, all at the same budget.
 
     Args:

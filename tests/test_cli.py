@@ -76,7 +76,7 @@ def test_plan_prints_the_summary(capsys, here):
 
 
 def test_plan_with_loss_optimizer_device_and_verify(capsys, here):
-    words = ["plan", f"{here}:with_loss", "--budget-gb", "0.01", "--optimizer", "AdamW", "--solver", "store_all"]
+    words = ["plan", f"{here}:with_loss", "--budget-gb", "0.1", "--optimizer", "AdamW", "--solver", "store_all"]
     assert main([*words, "--cost", "flops", "--verify", "1"]) == 0
     out = capsys.readouterr().out
     assert "optimizer" in out
