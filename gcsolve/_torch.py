@@ -35,6 +35,7 @@ __all__ = [
     "TracingContext",
     "aot_descriptors",
     "aot_export_joint_with_descriptors",
+    "below_autograd",
     "boxed_graph_module",
     "disable_autocast",
     "fake_mode",
@@ -75,6 +76,11 @@ def storage_key(t: torch.Tensor) -> int:
 def disable_autocast() -> contextlib.AbstractContextManager[Any]:
     """No autocast in this block: the casts are already ops of the emitted graphs."""
     return torch._C._DisableAutocast()
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Autograd records nothing in this block, whatever the grad mode; a few kernels ask the mode whether they train."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def boxed_graph_module(root: Any, graph: fx.Graph, name: str) -> fx.GraphModule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import time
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from gcsolve.budget import budget_bytes, check_budget, size_text
@@ -24,15 +22,15 @@ from gcsolve.module import Steps, planned_module, signature
 from gcsolve.plan import Plan
 from gcsolve.problem import Problem
 from gcsolve.runtime import Step, tangent_likes
-from gcsolve.simulate import simulate
 from gcsolve.schedule import schedule_from_order
+from gcsolve.simulate import simulate
 from gcsolve.solvers.base import Solution, Solver, Status
 from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.minimum import minimum_peak, peak_floor
 from gcsolve.solvers.registry import get_solver
 from gcsolve.structure import flatten
 from gcsolve.trace import parse_example, trace
-from gcsolve.verify import verify
+from gcsolve.verify import VerifyReport, verify
 
 
 @dataclass(frozen=True)
@@ -165,45 +163,68 @@ def solve(
         made = _Costed.of(model, args, kwargs, settings)
     allowed = budget_bytes(budget_gb, budget, made.store_all_bytes)
 
-    def solved(made: _Costed) -> Solution:
-        return _solved(made, allowed, solver, time_limit_s, gap)
-
-    with _shown(progress, f"solving for {size_text(allowed)}"):
-        solution = solved(made)
-
-    def replan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-        again = _Costed.of(model, args, kwargs, settings)
-        return again.step(solved(again))
-
-    steps = Steps(replan, loss)
-    steps.training = model.training
-    steps.add(made.key, made.step(solution))
-    return Plan(
-        module=planned_module(model, steps),
-        budget_bytes=allowed,
-        baseline_peak_bytes=made.store_all_bytes,
-        solution=solution,
-        costed=made.costed,
-        scope=scope,
-        device=settings.device.name,
-        cost=settings.cost.name,
-        trace_s=made.seconds,
-        verifier=_Verifier(model, args, kwargs, loss, optimizer),
-    )
+    return _Session(model, args, kwargs, settings, made).plan(allowed, solver, time_limit_s, gap, progress)
 
 
 @dataclass(frozen=True)
-class _Verifier:
-    """What `plan.verify` needs beside the plan."""
+class _Session:
+    """One traced and costed model call: any number of plans come from it without tracing again."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    loss: Any
-    optimizer: Any
+    settings: _Settings
+    made: _Costed
 
-    def __call__(self, plan: Plan, **options: Any) -> Any:
-        return verify(plan, self.model, self.args, self.kwargs, self.loss, self.optimizer, **options)
+    def plan(
+        self, allowed: int, solver: str | Solver, time_limit_s: float, gap: float, progress: bool | None = None
+    ) -> Plan:
+        with _shown(progress, f"solving for {size_text(allowed)}"):
+            solution = _solved(self.made, allowed, solver, time_limit_s, gap)
+
+        def replan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+            again = _Costed.of(model, args, kwargs, self.settings)
+            return again.step(_solved(again, allowed, solver, time_limit_s, gap))
+
+        steps = Steps(replan, self.settings.loss)
+        steps.training = self.model.training
+        steps.add(self.made.key, self.made.step(solution))
+        return Plan(
+            module=planned_module(self.model, steps),
+            budget_bytes=allowed,
+            baseline_peak_bytes=self.made.store_all_bytes,
+            solution=solution,
+            costed=self.made.costed,
+            scope=self.settings.scope,
+            device=self.settings.device.name,
+            cost=self.settings.cost.name,
+            trace_s=self.made.seconds,
+            session=self,
+        )
+
+    def plan_at(
+        self,
+        budget_gb: float | None = None,
+        *,
+        budget: str | float | None = None,
+        solver: str | Solver = "auto",
+        time_limit_s: float = 60.0,
+        gap: float = 0.005,
+        progress: bool | None = None,
+    ) -> Plan:
+        check_budget(budget_gb, budget)
+        get_solver(solver)
+        _check_limits(time_limit_s, gap)
+        allowed = budget_bytes(budget_gb, budget, self.made.store_all_bytes)
+        return self.plan(allowed, solver, time_limit_s, gap, progress)
+
+    def minimum(self, time_limit_s: float = 60.0) -> MinimumBudget:
+        found = minimum_peak(self.made.costed.problem, time_limit_s)
+        node = self.made.costed.problem.graph.nodes[found.node]
+        return MinimumBudget(found.bytes, found.lower_bytes, f"{node.name} ({node.op})", node.module, node.source)
+
+    def verify(self, plan: Plan, **options: Any) -> VerifyReport:
+        return verify(plan, self.model, self.args, self.kwargs, self.settings.loss, self.settings.optimizer, **options)
 
 
 @dataclass(frozen=True)
@@ -238,10 +259,7 @@ def minimum_budget(
     settings = _Settings.checked(
         model, loss=loss, optimizer=optimizer, scope=scope, device=device, cost=cost, grad_outputs=grad_outputs
     )
-    made = _Costed.of(model, args, kwargs, settings)
-    found = minimum_peak(made.costed.problem, time_limit_s)
-    node = made.costed.problem.graph.nodes[found.node]
-    return MinimumBudget(found.bytes, found.lower_bytes, f"{node.name} ({node.op})", node.module, node.source)
+    return _Session(model, args, kwargs, settings, _Costed.of(model, args, kwargs, settings)).minimum(time_limit_s)
 
 
 def _solved(made: _Costed, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> Solution:

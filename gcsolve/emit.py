@@ -48,7 +48,7 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
         torch.set_rng_state(state)
 
 
-def replay(state: torch.Tensor, device: torch.device, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def replay(state: torch.Tensor, device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """`op(*args, **kwargs)` from generator state `state`; the generator is left as it was found."""
     now = rng_state(device)
     set_rng_state(state, device)
@@ -169,7 +169,9 @@ def emit(joint: Joint, lowered: Lowered, schedule: Schedule) -> Emitted:
     outputs: Any = source.output_node().args[0]
     bases = _bases(source, lowered)
     boundary = schedule.actions.index(Compute(lowered.forward_end))
-    end = schedule.actions.index(Compute(len(lowered.graph.nodes) - 1))  # step_end: what is live there, the caller holds
+    end = schedule.actions.index(
+        Compute(len(lowered.graph.nodes) - 1)
+    )  # step_end: what is live there, the caller holds
     runs = schedule.runs(lowered.graph)
 
     forward = _Half(lowered, bases)

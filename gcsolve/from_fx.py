@@ -24,6 +24,7 @@ from gcsolve.trace import PREFIX, Trace, is_user_file
 
 _DROPPED = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default"}
 
+# Fused recurrent layers (names with "_rnn") run once too: their kernels keep a buffer only in grad mode.
 # Discrete choices: a rerun that breaks a tie differently would change the result, so they run once (design notes, 6).
 _DISCRETE = {
     "topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "unique", "_unique2", "unique_dim",
@@ -196,7 +197,9 @@ class _Lowering:
         self.origin.append(origin)
         return len(self.nodes) - 1
 
-    def _add_op(self, node: fx.Node, mutated: set[int], pinned: set[int], pinned_kind: str, *, rerunnable: bool) -> None:
+    def _add_op(
+        self, node: fx.Node, mutated: set[int], pinned: set[int], pinned_kind: str, *, rerunnable: bool
+    ) -> None:
         if node.target is operator.getitem:
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -209,10 +212,14 @@ class _Lowering:
         made = tensors_of(node)
         new = [t for t in made if not self._known(t)]
         if made and not new:
-            self._add_view(node, next(a for a in args if any(storage_key(t) == storage_key(made[0]) for t in tensors_of(a))))
+            self._add_view(
+                node, next(a for a in args if any(storage_key(t) == storage_key(made[0]) for t in tensors_of(a)))
+            )
             return
         if len(new) != len(made):
-            raise TraceError(f"{node.name} ({node.target}) returns a view of its input beside a new tensor; not supported")
+            raise TraceError(
+                f"{node.name} ({node.target}) returns a view of its input beside a new tensor; not supported"
+            )
         reads = self._reads(args)
         random = is_random(node)
         if random and rerunnable:
@@ -306,7 +313,9 @@ def lower(
 
 def is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and node.kwargs.get("generator") is None and not _switched_off(node)
+    return (
+        torch.Tag.nondeterministic_seeded in tags and node.kwargs.get("generator") is None and not _switched_off(node)
+    )
 
 
 def _switched_off(node: fx.Node) -> bool:
@@ -329,7 +338,7 @@ def may_rerun(node: fx.Node) -> bool:
     if target.namespace not in _KNOWN_NAMESPACES:
         return False
     name = target._schema.name.split("::")[-1]
-    if name in _DISCRETE or target._schema.is_mutable:
+    if name in _DISCRETE or "_rnn" in name or target._schema.is_mutable:
         return False
     return node.kwargs.get("generator") is None
 
@@ -344,7 +353,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """"file:line" of the user's innermost frame, if the trace kept it."""
+    """ "file:line" of the user's innermost frame, if the trace kept it."""
     text = node.meta.get("stack_trace") or ""
     found = ""
     for line in text.splitlines():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,8 @@ def capture_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTen
         whatever torch raises; `trace.py` words it for the user.
         TraceError: the joint graph has an input or output of a kind gcsolve cannot serve exactly.
     """
-    with tracing(TracingContext(mode)), functorch_config.patch(functionalize_rng_ops=False):
+    with tracing(TracingContext(mode)), functorch_config.patch(functionalize_rng_ops=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
         program = torch.export.export(module, tuple(args), strict=False)
         exported = program.module(check_guards=False)
         with contextlib.ExitStack() as stack:

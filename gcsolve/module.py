@@ -37,11 +37,14 @@ class Steps:
 def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> Any:
     """Equal for two calls exactly when one traced step serves both: structure, non-tensor arguments, shapes, strides,
     dtypes, devices, who needs gradients, training flags, hooks, autocast and default dtype."""
-    kinds = {t.device.type for t in tensors} | {"cpu", "cuda"}
+    kinds = {t.device.type for t in tensors if t.device.type != "meta"} | {"cpu", "cuda"}
     return (
         static_key(template),
         tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors),
-        tuple((m.training, *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks))) for m in model.modules()),
+        tuple(
+            (m.training, *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)))
+            for m in model.modules()
+        ),
         tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters()),
         tuple((b.shape, b.dtype, b.device) for b in model.buffers()),
         tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
@@ -84,7 +87,8 @@ class _Planned:
     def code(self) -> str:
         """The generated forward and backward of every signature planned so far, as Python text."""
         return "\n\n".join(
-            f"# forward\n{s.emitted.forward.code}\n# backward\n{s.emitted.backward.code}" for s in self._gcsolve.cache.values()
+            f"# forward\n{s.emitted.forward.code}\n# backward\n{s.emitted.backward.code}"
+            for s in self._gcsolve.cache.values()
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -124,6 +128,8 @@ def collect(model: nn.Module, step: Step, tensors: list[torch.Tensor]) -> list[t
         else:
             tensor = (parameters if kind == "param" else buffers)[name.removeprefix(PREFIX)]
         if tensor.device.type == "meta":
-            raise CallError(f"{kind} {name} is on meta: this plan can be read, not run; give the model real weights first")
+            raise CallError(
+                f"{kind} {name} is on meta: this plan can be read, not run; give the model real weights first"
+            )
         found.append(tensor)
     return found

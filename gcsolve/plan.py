@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from gcsolve.simulate import Replay, simulate
 from gcsolve.solvers.base import Solution, Status
 
 if TYPE_CHECKING:
+    from gcsolve.api import MinimumBudget
     from gcsolve.verify import VerifyReport
 
 
@@ -60,7 +60,7 @@ class Plan:
     device: str
     cost: str
     trace_s: float
-    verifier: Callable[..., VerifyReport]
+    session: Any
 
     @property
     def problem(self) -> Problem:
@@ -159,7 +159,19 @@ class Plan:
 
     def verify(self, steps: int = 3, **options: Any) -> VerifyReport:
         """Run the plan and the untouched model side by side for `steps` optimizer steps; see `gcsolve.verify.verify`."""
-        return self.verifier(self, steps=steps, **options)
+        return self.session.verify(self, steps=steps, **options)
+
+    def at(self, budget_gb: float | None = None, **options: Any) -> Plan:
+        """The same model and input planned for another budget or by another solver, without tracing again.
+
+        Args:
+            budget_gb, budget, solver, time_limit_s, gap, progress: as for `gcsolve.solve`.
+        """
+        return self.session.plan_at(budget_gb, **options)
+
+    def minimum_budget(self, time_limit_s: float = 60.0) -> MinimumBudget:
+        """`gcsolve.minimum_budget` for this model and input, without tracing again."""
+        return self.session.minimum(time_limit_s)
 
     def summary(self) -> str:
         """The plan in a few lines of text."""

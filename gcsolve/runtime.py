@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gcsolve._torch import disable_autocast
+from gcsolve._torch import below_autograd, disable_autocast
 from gcsolve.emit import Emitted
 from gcsolve.errors import CallError
 from gcsolve.trace import Trace
@@ -77,8 +77,9 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *_differentiable: torch.Tensor) -> tuple[torch.Tensor, ...]:
         step, inputs = call.step, call.take()
         joint, emitted = step.trace.joint, step.emitted
-        with torch.no_grad(), disable_autocast():
-            results = emitted.forward.forward(list(inputs))
+        with disable_autocast():
+            with torch.enable_grad(), below_autograd():  # kernels that ask the grad mode must act as in training
+                results = emitted.forward.forward(list(inputs))
             n = joint.n_forward_outputs
             for position, at in joint.mutations:
                 inputs[at].copy_(results[position])

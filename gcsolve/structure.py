@@ -61,7 +61,9 @@ def flatten(tree: Any, root: str) -> tuple[list[torch.Tensor], Template]:
     return tensors, _flatten(tree, root, tensors, seen, ())
 
 
-def _flatten(tree: Any, path: str, tensors: list[torch.Tensor], seen: dict[int, int], above: tuple[int, ...]) -> Template:
+def _flatten(
+    tree: Any, path: str, tensors: list[torch.Tensor], seen: dict[int, int], above: tuple[int, ...]
+) -> Template:
     if isinstance(tree, torch.Tensor):
         if id(tree) not in seen:
             seen[id(tree)] = len(tensors)

@@ -6,9 +6,13 @@ or on meta, and a failed trace leaves nothing behind.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import random
+import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +73,9 @@ class _Record:
 class _Flat(nn.Module):
     """The model as a function of a flat list of tensors to a flat tuple of tensors."""
 
-    def __init__(self, model: nn.Module, template: Template, loss: Callable[[Any], Any] | None, all_outputs: bool) -> None:
+    def __init__(
+        self, model: nn.Module, template: Template, loss: Callable[[Any], Any] | None, all_outputs: bool
+    ) -> None:
         super().__init__()
         self.model = model
         self.settings = (template, loss, all_outputs)
@@ -89,7 +95,7 @@ class _Flat(nn.Module):
         scalars = tuple(d and t.dim() == 0 for d, t in zip(differentiable, outputs, strict=True))
         takes = scalars if any(scalars) and not all_outputs else differentiable
         self.record.last = (skeleton(out_template), takes, differentiable)
-        return tuple(t if k else t.detach() for t, k in zip(outputs, takes, strict=True))
+        return tuple(t.detach() if d and not k else t for t, d, k in zip(outputs, differentiable, takes, strict=True))
 
 
 def trace(
@@ -113,11 +119,12 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
+    _refuse_untraceable(model)
     tensors, template = flatten((args, kwargs), "example_input")
     mode = fake_mode()
     fakes = [fake_tensor(mode, t) for t in tensors]
     flat = _Flat(_copied(mode, model), template, loss, all_outputs)
-    with _python_randomness_refused():
+    with _python_randomness_refused(), _torch_quiet():
         try:
             joint = capture_joint(flat, fakes, mode)
         except GcsolveError:
@@ -142,6 +149,17 @@ def trace(
     )
 
 
+def _refuse_untraceable(model: nn.Module) -> None:
+    """What torch traces to something else than it runs (found with torch 2.14: recurrent layers lose their dropout)."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1 and module.training:
+            raise TraceError(
+                f"{name or 'the model'} ({type(module).__name__}) has dropout={module.dropout} between its layers, which "
+                "torch leaves out when it traces: the plan would train another model. Stack one-layer modules with "
+                "nn.Dropout between them, or set dropout=0"
+            )
+
+
 def _copied(mode: Any, model: nn.Module) -> nn.Module:
     try:
         return fake_module(mode, model)
@@ -150,6 +168,23 @@ def _copied(mode: Any, model: nn.Module) -> nn.Module:
             f"{type(model).__name__} could not be copied for tracing ({type(error).__name__}: {error}); an attribute that "
             "copy.deepcopy cannot copy is the usual reason"
         ) from error
+
+
+@contextlib.contextmanager
+def _torch_quiet() -> Iterator[None]:
+    """When a trace fails, torch logs and prints the half-made graph; the error says it in one line instead."""
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("torch")]
+    asleep = [logger for logger in loggers if not logger.disabled]
+    for logger in asleep:
+        logger.disabled = True
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            yield
+    finally:
+        for logger in asleep:
+            logger.disabled = False
+    sys.stderr.write(text.getvalue())  # what the model itself had to say
 
 
 class _python_randomness_refused:
@@ -161,7 +196,9 @@ class _python_randomness_refused:
     def __exit__(self, kind: Any, value: Any, tb: Any) -> None:
         python, numpy_state = self.before
         now_python, now_numpy = self._states()
-        moved = [name for name, a, b in (("random", python, now_python), ("numpy.random", numpy_state, now_numpy)) if a != b]
+        moved = [
+            name for name, a, b in (("random", python, now_python), ("numpy.random", numpy_state, now_numpy)) if a != b
+        ]
         random.setstate(python)
         import numpy
 
@@ -193,7 +230,7 @@ class _Comparable(tuple):
 
 
 def user_line(error: BaseException) -> str:
-    """"file:line" of the deepest frame that belongs neither to torch nor to gcsolve nor to the standard library."""
+    """ "file:line" of the deepest frame that belongs neither to torch nor to gcsolve nor to the standard library."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -1,0 +1,303 @@
+"""Bad input gets a clear error and nothing is lost; the plan says what it promises."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gcsolve
+from gcsolve.errors import ArgumentError, GcsolveError, InfeasibleBudget, TraceError
+from tests import models
+
+
+def _x(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def _fingerprint(model: nn.Module) -> Any:
+    return (
+        {k: v.clone() for k, v in model.state_dict().items()},
+        [(id(p), p.requires_grad, p.grad) for p in model.parameters()],
+        [(type(m), m.training, dict(m._forward_hooks), sorted(vars(m))) for m in model.modules()],
+        torch.get_rng_state(),
+    )
+
+
+def _assert_untouched(model: nn.Module, before: Any) -> None:
+    after = _fingerprint(model)
+    assert all(torch.equal(a, b) for a, b in zip(before[0].values(), after[0].values(), strict=True))
+    assert before[1:3] == after[1:3]
+    assert torch.equal(before[3], after[3])
+
+
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "zero": ({"budget_gb": 0}, "budget_gb=0"),
+    "negative": ({"budget_gb": -3}, "budget_gb=-3"),
+    "nan": ({"budget_gb": math.nan}, "budget_gb=nan"),
+    "inf": ({"budget_gb": math.inf}, "budget_gb=inf"),
+    "no number": ({"budget_gb": "20"}, "budget_gb='20'"),
+    "no size": ({"budget": "twenty"}, "budget='twenty'"),
+    "zero size": ({"budget": "0GB"}, "budget=0"),
+    "fraction above 1": ({"budget": 20}, "budget_gb=20"),
+    "both": ({"budget_gb": 1, "budget": 0.5}, "both was given"),
+    "neither": ({}, "neither was given"),
+    "solver": ({"budget": 0.5, "solver": "magic"}, "known solvers: auto"),
+    "cost": ({"budget": 0.5, "cost": "magic"}, "known cost models: auto"),
+    "device": ({"budget": 0.5, "device": "abacus"}, "known devices: .*h200"),
+    "scope": ({"budget": 0.5, "scope": "all"}, 'known scopes: "step"'),
+    "loss": ({"budget": 0.5, "loss": 3}, "loss=3 is not callable"),
+    "loss not scalar": (
+        {"budget": 0.5, "loss": lambda y: y},
+        r"loss must return a scalar tensor; it returned \(8, 32\)",
+    ),
+    "optimizer": ({"budget": 0.5, "optimizer": "adam"}, "optimizer='adam'"),
+    "time limit": ({"budget": 0.5, "time_limit_s": -1}, "time_limit_s=-1"),
+    "gap": ({"budget": 0.5, "gap": math.nan}, "gap=nan"),
+    "grad outputs": ({"budget": 0.5, "grad_outputs": "some"}, "grad_outputs='some'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments_name_themselves(name: str) -> None:
+    keywords, message = BAD_ARGUMENTS[name]
+    model = models.MLP()
+    before = _fingerprint(model)
+    with pytest.raises(ArgumentError, match=message):
+        gcsolve.solve(model, _x(8, 32), **keywords)
+    _assert_untouched(model, before)
+
+
+def test_unknown_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="budgets"):
+        gcsolve.solve(models.MLP(), _x(8, 32), budgets=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("example", [3, "text", None, {1: 2}])
+def test_example_input_of_no_accepted_form(example: Any) -> None:
+    with pytest.raises(ArgumentError, match="example_input"):
+        gcsolve.solve(models.MLP(), example, budget=1.0)
+
+
+def test_no_module() -> None:
+    with pytest.raises(ArgumentError, match="not an nn.Module"):
+        gcsolve.solve(lambda x: x, _x(2), budget=1.0)  # type: ignore[arg-type]
+
+
+def test_a_branch_on_a_value_names_the_users_line() -> None:
+    model = models.Branches()
+    before = _fingerprint(model)
+    with open(models.__file__) as lines:
+        line = next(i for i, text in enumerate(lines, 1) if "the line that errors must name" in text)
+    with pytest.raises(TraceError, match=rf"models\.py:{line}"):
+        gcsolve.solve(model, _x(2, 4), budget=1.0)
+    _assert_untouched(model, before)
+
+
+def test_a_failed_trace_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TraceError):
+        gcsolve.solve(models.Branches(), _x(2, 4), budget=1.0)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == ""
+
+
+def test_nothing_to_differentiate() -> None:
+    model = models.MLP().requires_grad_(False)
+    with pytest.raises(TraceError, match="no output of MLP needs a gradient"):
+        gcsolve.solve(model, _x(8, 32), budget=1.0)
+
+
+def test_an_input_that_the_model_rejects_gives_the_models_own_words() -> None:
+    model = models.MLP()
+    before = _fingerprint(model)
+    with pytest.raises(TraceError, match=r"models\.py:\d+.*") as caught:
+        gcsolve.solve(model, _x(8, 31), budget=1.0)
+    assert caught.value.__cause__ is not None
+    with pytest.raises(TraceError, match="unexpected keyword argument 'y'"):
+        gcsolve.solve(model, {"x": _x(8, 32), "y": 1}, budget=1.0)
+    _assert_untouched(model, before)
+
+
+def test_host_randomness_is_refused_by_name_and_its_generators_are_left_alone() -> None:
+    import random
+
+    import numpy
+
+    class LayerDrop(models.MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if random.random() < 2 and numpy.random.rand() < 2 else x
+
+    random.seed(1)
+    numpy.random.seed(1)
+    states = random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index, union-attr]
+    with pytest.raises(TraceError, match=r"random and numpy\.random"):
+        gcsolve.solve(LayerDrop(), _x(8, 32), budget=1.0)
+    assert states == (random.getstate(), numpy.random.get_state()[1].tobytes())  # type: ignore[index, union-attr]
+
+
+def test_recurrent_dropout_is_refused() -> None:
+    model = nn.LSTM(4, 4, num_layers=2, dropout=0.1)
+    with pytest.raises(TraceError, match="dropout"):
+        gcsolve.solve(model, _x(3, 2, 4), budget=1.0)
+
+
+def test_budget_below_what_always_lives_says_so_with_the_breakdown() -> None:
+    model = models.MLP()
+    before = _fingerprint(model)
+    with pytest.raises(InfeasibleBudget, match=r"parameters .* \+ .*gradients") as caught:
+        gcsolve.solve(model, _x(8, 32), budget="10kB", optimizer=torch.optim.Adam)
+    assert caught.value.budget_bytes == 10_000
+    assert caught.value.least_bytes is not None
+    assert caught.value.least_bytes > 10_000
+    _assert_untouched(model, before)
+
+
+def test_an_infeasible_budget_names_the_least_that_can_be_met_and_what_sets_it() -> None:
+    torch.manual_seed(0)
+    model, x = models.MLP(6, 64), _x(256, 64)
+    least = gcsolve.minimum_budget(model, x)
+    plan = gcsolve.solve(model, x, budget=f"{least.bytes}B")
+    assert plan.peak_bytes <= least.bytes
+    assert least.lower_bytes <= least.bytes
+    with pytest.raises(InfeasibleBudget) as caught:
+        gcsolve.solve(model, x, budget=f"{least.lower_bytes - 1}B")
+    error = caught.value
+    assert error.least_bytes is not None
+    assert error.least_bytes <= least.bytes * 1.01
+    assert "models.py" in error.source
+    assert error.op
+    assert str(error.budget_bytes)[:3] in str(error).replace(".", "")
+
+
+def test_errors_share_one_root() -> None:
+    for name in ("InfeasibleBudget", "TraceError", "ArgumentError", "CallError", "InvalidSchedule", "InvalidGraph"):
+        assert issubclass(getattr(gcsolve, name), GcsolveError)
+
+
+def test_plan_attributes_agree_with_each_other() -> None:
+    torch.manual_seed(0)
+    plan = gcsolve.solve(models.MLP(6, 64), _x(256, 64), budget=0.7)
+    assert sum(plan.breakdown.values()) == plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
+    assert plan.any_bound <= plan.lower_bound <= plan.overhead
+    assert 0 <= plan.gap < 1
+    assert plan.overhead > 0
+    assert plan.overhead_flops > 0
+    kept = [d for d in plan.decisions if d.action == "keep"]
+    rerun = [d for d in plan.decisions if d.action == "recompute"]
+    assert kept
+    assert rerun
+    assert all(d.times == 1 for d in rerun)
+    assert any(d.module == "layers.3" and d.op == "aten.addmm.default" and d.shape == (256, 64) for d in plan.decisions)
+    assert all("models.py" in d.source for d in rerun)
+    text = plan.summary()
+    assert "overhead" in text
+    assert "any schedule" in text
+
+
+def test_scope_activations_leaves_out_what_always_lives() -> None:
+    torch.manual_seed(0)
+    model, x = models.MLP(6, 64), _x(256, 64)
+    step = gcsolve.solve(model, x, budget=1.0, optimizer=torch.optim.Adam)
+    bare = gcsolve.solve(model, x, budget=1.0, scope="activations")
+    outside = sum(
+        size for kind, size in step.breakdown.items() if kind in ("parameters", "buffers", "inputs", "optimizer")
+    )
+    assert step.baseline_peak_bytes - bare.baseline_peak_bytes == outside
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert step.breakdown["parameters"] == weights
+    assert 2 * weights <= step.breakdown["optimizer"] <= 2 * weights + 64 * 12
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter"),
+    [
+        (None, 0),
+        (torch.optim.SGD, 0),
+        (torch.optim.AdamW, 8),
+        (12, 12),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
+    ],
+)
+def test_optimizer_state_counts(optimizer: Any, per_parameter: int) -> None:
+    model = models.MLP()
+    if callable(optimizer) and not isinstance(optimizer, type):
+        optimizer = optimizer(model.parameters())
+    plan = gcsolve.solve(model, _x(8, 32), budget=1.0, optimizer=optimizer)
+    elements = sum(p.numel() for p in model.parameters())
+    found = plan.breakdown["optimizer"]
+    assert per_parameter * elements <= found <= per_parameter * elements + 64 * len(list(model.parameters()))
+
+
+def test_meta_weights_are_planned_and_say_that_they_cannot_run() -> None:
+    real = models.MLP(6, 64)
+    with torch.device("meta"):
+        model = models.MLP(6, 64)
+    plan = gcsolve.solve(model, torch.empty(256, 64, device="meta"), budget=0.7)
+    same = gcsolve.solve(real, _x(256, 64), budget=0.7)
+    assert plan.peak_bytes == same.peak_bytes
+    assert plan.schedule == same.schedule
+    with pytest.raises(gcsolve.CallError, match="meta"):
+        plan.module(torch.empty(256, 64, device="meta"))
+
+
+def test_the_same_budget_again_without_tracing_again() -> None:
+    torch.manual_seed(0)
+    model, x = models.MLP(6, 64), _x(256, 64)
+    plan = gcsolve.solve(model, x, budget=1.0)
+    again = plan.at(budget=0.7)
+    assert again.schedule == gcsolve.solve(model, x, budget=0.7).schedule
+    assert plan.at(budget=1.0, solver="store_all").overhead == 0.0
+
+
+def test_peaks_and_overheads_follow_falling_budgets() -> None:
+    torch.manual_seed(0)
+    first = gcsolve.solve(models.MLP(8, 64), _x(256, 64), budget=1.0)
+    least = first.minimum_budget().bytes
+    budgets = [first.baseline_peak_bytes - k * (first.baseline_peak_bytes - least) // 7 for k in range(8)]
+    plans = [first.at(budget=f"{b}B") for b in budgets]
+    peaks, overheads = [p.peak_bytes for p in plans], [p.overhead for p in plans]
+    assert peaks == sorted(peaks, reverse=True)
+    assert overheads == sorted(overheads)
+
+
+def test_verify_reports_equality_and_the_peak_it_measured() -> None:
+    torch.manual_seed(0)
+    model, x = models.MLP(6, 256), _x(1024, 256)
+    before = _fingerprint(model)
+    plan = gcsolve.solve(model, x, budget=0.7)
+    report = plan.verify(steps=3, repeats=1)
+    _assert_untouched(model, before)
+    assert report.ok
+    assert report.differences == ()
+    assert abs(report.prediction_error) < 0.005
+    assert report.measured_peak_bytes < 0.75 * report.eager_peak_bytes
+    assert report.losses == report.eager_losses
+    assert len(report.losses) == 3
+    assert report.step_s > 0
+    assert "bitwise equal" in report.summary()
+
+
+def test_verify_sees_a_wrong_gradient() -> None:
+    """The check can fail: a backward graph spoiled on purpose is reported, by name."""
+    torch.manual_seed(0)
+    model, x = models.MLP(2, 16), _x(8, 16)
+    plan = gcsolve.solve(model, x, budget=1.0)
+    step = next(iter(plan.module._gcsolve.cache.values()))
+    honest = step.emitted.backward.forward
+    step.emitted.backward.forward = lambda boxed: [g * (1 + 1e-6) if k == 1 else g for k, g in enumerate(honest(boxed))]
+    report = plan.verify(steps=1, repeats=0)
+    assert not report.ok
+    assert not report.gradients_equal
+    assert report.differences[0] == "step 1: gradient of layers.0.bias"
+
+
+def test_a_wrapped_forward_is_refused() -> None:
+    model = models.MLP()
+    model.forward = copy.copy(model.forward)  # type: ignore[method-assign]
+    with pytest.raises(ArgumentError, match="before it is wrapped"):
+        gcsolve.solve(model, _x(8, 32), budget=1.0)

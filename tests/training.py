@@ -1,0 +1,81 @@
+"""The plainest training loop there is, and a bitwise comparison of two of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import gcsolve
+from gcsolve.structure import flatten
+
+
+def call(model: nn.Module, example: Any) -> Any:
+    """`model` on an example input of any accepted form."""
+    if isinstance(example, torch.Tensor):
+        return model(example)
+    if isinstance(example, (tuple, list)):
+        return model(*example)
+    return model(**example)
+
+
+def total(output: Any) -> torch.Tensor:
+    """A loss that reads every differentiable output, each with its own weight."""
+    tensors = [t for t in flatten(output, "output")[0] if t.requires_grad]
+    scalars = [t for t in tensors if t.dim() == 0] or tensors
+    return sum(((k + 1.0) * t.float().square()).mean() for k, t in enumerate(scalars))  # type: ignore[return-value]
+
+
+def train(
+    model: nn.Module, example: Any, loss: Callable[[Any], torch.Tensor] = total, steps: int = 3
+) -> dict[str, Any]:
+    """Everything a run leaves: losses, gradients of each step, parameters, buffers, generator state."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    left: dict[str, Any] = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(call(model, example))
+        value.backward()
+        left[f"loss {step}"] = value.detach().clone()
+        for name, p in model.named_parameters():
+            left[f"gradient {step} {name}"] = None if p.grad is None else p.grad.clone()
+        for k, t in enumerate(flatten(example, "x")[0]):
+            left[f"input gradient {step} {k}"] = None if t.grad is None else t.grad.clone()
+            t.grad = None
+        optimizer.step()
+    for name, t in model.state_dict().items():
+        left[f"state {name}"] = t.clone()
+    left["generator"] = torch.get_rng_state()
+    return left
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Bitwise, key by key."""
+    assert a.keys() == b.keys()
+    for key, x in a.items():
+        y = b[key]
+        if x is None or y is None:
+            assert x is y, key
+        else:
+            assert x.dtype == y.dtype, key
+            assert torch.equal(x, y), f"{key} differs by {(x - y).abs().max() if x.is_floating_point() else 'value'}"
+
+
+def assert_trains_the_same(
+    model: nn.Module, example: Any, *, loss: Callable[[Any], torch.Tensor] = total, **options: Any
+) -> list[gcsolve.Plan]:
+    """At the loosest, a middle and the tightest budget: the planned copy trains bitwise like the untouched one."""
+    expected = train(copy.deepcopy(model), example, loss)
+    first = gcsolve.solve(model, example, budget=1.0, **options)
+    tight = first.minimum_budget().bytes
+    plans = [
+        first.at(budget=f"{b}B") for b in (first.baseline_peak_bytes, (first.baseline_peak_bytes + tight) // 2, tight)
+    ]
+    for plan in plans:
+        assert plan.peak_bytes <= plan.budget_bytes
+        assert_same(expected, train(copy.deepcopy(plan.module), example, loss))
+    return plans
