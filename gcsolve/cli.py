@@ -109,18 +109,23 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _compare(arguments: argparse.Namespace) -> None:
     import gcsolve
+    from gcsolve.budget import size_text
 
     model, example_input, loss = _made(arguments.target)
-    comparison = gcsolve.compare(
-        model,
-        example_input,
-        budgets=[_budget(text) for text in arguments.budgets],
-        solvers=tuple(arguments.solvers or gcsolve.solvers()),
-        loss=loss,
-        measure=False,
-        **_settings(arguments),
-    )
-    print(comparison.summary())
+    traced = gcsolve.solve(model, example_input, budget=1.0, solver="store_all", loss=loss, **_settings(arguments))
+    rows = []
+    for name in arguments.solvers or gcsolve.solvers():
+        cells = [name]
+        for text in arguments.budgets:
+            try:
+                plan = traced.at(budget=_budget(text), solver=name, time_limit_s=arguments.time_limit)
+                cells.append(f"{plan.overhead:.2%} ({size_text(plan.peak_bytes)})")
+            except gcsolve.InfeasibleBudget as error:
+                least = error.least_bytes
+                cells.append("no plan" if least is None else f"no plan (least {size_text(least)})")
+        rows.append(cells)
+    print(f"store-all peak {size_text(traced.peak_bytes)}; overhead and peak at each budget:")
+    _print_table(["solver", *arguments.budgets], rows)
 
 
 def _solvers(_: argparse.Namespace) -> None:

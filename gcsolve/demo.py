@@ -167,7 +167,7 @@ def run(budget: str | float = 0.5, *, steps: int = 2, layers: int = 12) -> None:
     solved_run = None
     for name in ("store_all", "uniform_sqrt", "blocks", "auto"):
         with console.status(f"training under {name}"):
-            plan = solved if name == "auto" else _plan_of(solved, model, tokens, name)
+            plan = solved if name == "auto" else _plan_of(solved, name)
             if plan is None:
                 table.add_row(name, "", "", "", "no plan", "", "")
                 continue
@@ -194,14 +194,14 @@ def run(budget: str | float = 0.5, *, steps: int = 2, layers: int = 12) -> None:
     )
 
 
-def _plan_of(solved: Any, model: nn.Module, tokens: Tensor, solver: str) -> Any:
-    """The plan of a rule that may miss the budget: then the least peak that it reaches."""
+def _plan_of(solved: Any, solver: str) -> Any:
+    """The plan of a rule that may miss the budget: then the least peak that it reaches, None when it says none."""
     import gcsolve
 
     budget: int | None = solved.baseline_peak_bytes if solver == "store_all" else solved.budget_bytes
     for _ in range(2):
         try:
-            return gcsolve.solve(model, tokens, budget=f"{budget}B", solver=solver, progress=False)
+            return solved.at(budget=f"{budget}B", solver=solver, progress=False)
         except gcsolve.InfeasibleBudget as error:
             budget = error.least_bytes
             if budget is None:

@@ -326,7 +326,7 @@ def _switched_off(node: fx.Node) -> bool:
     for i, argument in enumerate(schema.arguments):
         if argument.name == "dropout_p":
             value = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return value == 0
+            return isinstance(value, (int, float)) and value == 0
     return False
 
 

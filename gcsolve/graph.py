@@ -120,7 +120,9 @@ class Graph:
         for i, node in enumerate(self.nodes):
             if i == self.backward_start:
                 yield "-- backward"
-            outs = ", ".join(f"v{v}:{self.values[v].size_bytes}{'!' if self.values[v].pinned else ''}" for v in node.outputs)
+            outs = ", ".join(
+                f"v{v}:{self.values[v].size_bytes}{'!' if self.values[v].pinned else ''}" for v in node.outputs
+            )
             ins = ", ".join(f"v{v}" for v in node.inputs)
             once = "" if node.rerunnable else " once"
             yield f"{i}: {node.name}({ins}) -> {outs or '-'} ws={node.workspace_bytes}{once}"

@@ -33,7 +33,7 @@ class Step:
         wanted = {at for _, at in joint.gradients}
         returned = _Function.apply(_Call(self, inputs), *(t for i, t in enumerate(inputs) if i in wanted))
         outputs: list[torch.Tensor] = []
-        for k, plan in enumerate(joint.outputs):
+        for plan in joint.outputs:
             value = returned[plan.position]
             if plan.kind == "input":
                 value = inputs[plan.base]

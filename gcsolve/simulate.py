@@ -54,7 +54,9 @@ def simulate(problem: Problem, schedule: Schedule) -> Replay:
             node = graph.nodes[action.node]
             for v in node.inputs:
                 if v not in live:
-                    raise InvalidSchedule(f"action {at}: {node.where()} reads {graph.values[v].name}, which is not live")
+                    raise InvalidSchedule(
+                        f"action {at}: {node.where()} reads {graph.values[v].name}, which is not live"
+                    )
             if ran[action.node] and not node.rerunnable:
                 raise InvalidSchedule(f"action {at}: {node.where()} may run only once")
             if not ran[action.node]:

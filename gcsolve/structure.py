@@ -80,7 +80,7 @@ def _flatten(
     children = tuple(_flatten(child, _join(path, kind, key), tensors, seen, above) for key, child in items)
     if all(isinstance(child, Static) for child in children):
         return Static(tree)
-    return Container(kind, tree if kind != "object" else tree, tuple(key for key, _ in items), children)
+    return Container(kind, tree, tuple(key for key, _ in items), children)
 
 
 def _join(path: str, kind: str, key: Any) -> str:

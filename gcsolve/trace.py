@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -124,7 +125,7 @@ def trace(
     mode = fake_mode()
     fakes = [fake_tensor(mode, t) for t in tensors]
     flat = _Flat(_copied(mode, model), template, loss, all_outputs)
-    with _python_randomness_refused(), _torch_quiet():
+    with _HostRandomnessRefused(), _torch_quiet():
         try:
             joint = capture_joint(flat, fakes, mode)
         except GcsolveError:
@@ -187,46 +188,29 @@ def _torch_quiet() -> Iterator[None]:
     sys.stderr.write(text.getvalue())  # what the model itself had to say
 
 
-class _python_randomness_refused:
+class _HostRandomnessRefused:
     """Python's and numpy's draws inside forward would be baked into the graph: notice them by their generators' states."""
 
     def __enter__(self) -> None:
-        self.before = self._states()
+        self.before = random.getstate(), _numpy_state()
 
     def __exit__(self, kind: Any, value: Any, tb: Any) -> None:
-        python, numpy_state = self.before
-        now_python, now_numpy = self._states()
-        moved = [
-            name for name, a, b in (("random", python, now_python), ("numpy.random", numpy_state, now_numpy)) if a != b
-        ]
+        python, (state, comparable) = self.before
+        drawn = [("random", random.getstate() != python), ("numpy.random", _numpy_state()[1] != comparable)]
+        moved = [name for name, has_moved in drawn if has_moved]
         random.setstate(python)
-        import numpy
-
-        numpy.random.set_state(numpy_state[0])
+        numpy.random.set_state(state)
         if moved and kind is None:
             raise TraceError(
                 f"forward draws from {' and '.join(moved)} (layer drop, masking on the host): the draw would be the same in "
                 "every step. Use torch's generator in forward, or switch that feature off"
             )
 
-    @staticmethod
-    def _states() -> tuple[Any, Any]:
-        import numpy
 
-        state = numpy.random.get_state()
-        return random.getstate(), _Comparable((state, state[1].tobytes(), state[2:]))
-
-
-class _Comparable(tuple):
-    """numpy's state with the array compared by its bytes."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple) and self[1:] == other[1:]
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = tuple.__hash__
+def _numpy_state() -> tuple[Any, Any]:
+    """numpy's global generator state, and the same in a form that can be compared."""
+    state: Any = numpy.random.get_state()
+    return state, (state[0], state[1].tobytes(), *state[2:])
 
 
 def user_line(error: BaseException) -> str:
@@ -242,9 +226,9 @@ def user_line(error: BaseException) -> str:
     return ""
 
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(str(torch.__file__)).parent)
 _OWN = str(Path(__file__).parent)
-_STDLIB = str(Path(random.__file__).parent)
+_STDLIB = str(Path(str(random.__file__)).parent)
 
 
 def is_user_file(filename: str) -> bool:

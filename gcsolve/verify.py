@@ -110,6 +110,7 @@ class _Runner:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.state = _generator_state(self.device)
         self.outputs: list[torch.Tensor] = []
+        self.measured = 0
 
     def forward_backward(self) -> None:
         """Gradients of the outputs that the plan takes gradients for (ones), outputs held as a caller would."""

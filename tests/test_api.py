@@ -84,7 +84,7 @@ def test_example_input_of_no_accepted_form(example: Any) -> None:
 
 
 def test_no_module() -> None:
-    with pytest.raises(ArgumentError, match="not an nn.Module"):
+    with pytest.raises(ArgumentError, match="not an nn\\.Module"):
         gcsolve.solve(lambda x: x, _x(2), budget=1.0)  # type: ignore[arg-type]
 
 
