@@ -55,8 +55,7 @@ Row = dict[str, Any]
 def run_model(name: str, case: models.Case, repeats: int) -> dict[str, Any]:
     """Everything the table shows of one model."""
     model, example, loss = case
-    keywords: dict[str, Any] = {"loss": loss, "progress": False}
-    store_all = gcsolve.solve(model, example, budget=1.0, solver="store_all", **keywords)
+    store_all = gcsolve.solve(model, example, budget=1.0, solver="store_all", loss=loss, progress=False)
     report = store_all.verify(steps=3, repeats=repeats)
     found: dict[str, Any] = {
         "store_all": {
@@ -70,25 +69,25 @@ def run_model(name: str, case: models.Case, repeats: int) -> dict[str, Any]:
     }
     say(f"{name}: {store_all_text(found['store_all'])}")
     started = time.perf_counter()
-    least = gcsolve.minimum_budget(model, example, loss=loss)
+    least = store_all.minimum_budget()
     found["least"] = {"bytes": least.bytes, "op": least.op, "module": least.module, "source": least.source}
     found["least"]["seconds"] = time.perf_counter() - started
     budgets = [(f"{f:.0%}", int(f * store_all.peak_bytes)) for f in FRACTIONS]
     budgets.append(("least+2%", int(1.02 * least.bytes)))
     found["rows"] = []
     for label, size in budgets:
-        found["rows"].append(run_budget(label, size, model, example, keywords))
+        found["rows"].append(run_budget(label, size, store_all))
         say(f"{name}: {row_text(found['rows'][-1])}")
-    found["sweep"] = list(sweep(model, example, store_all.peak_bytes, least.bytes, keywords))
+    found["sweep"] = list(sweep(store_all, example, least.bytes))
     say(f"{name}: sweep, measured MB: {' '.join(mb(swept['measured_bytes']) for swept in found['sweep'])}")
     return found
 
 
-def run_budget(label: str, size: int, model: Any, example: Any, keywords: dict[str, Any]) -> Row:
+def run_budget(label: str, size: int, traced: Any) -> Row:
     """One budget: the plan, its measurement, and every other solver on the same problem."""
     row: Row = {"budget": label, "budget_bytes": size}
     try:
-        plan = gcsolve.solve(model, example, budget=f"{size}B", **keywords)
+        plan = traced.at(budget=f"{size}B", progress=False)
     except gcsolve.InfeasibleBudget as error:
         return {**row, "infeasible": str(error), "least_bytes": error.least_bytes}
     report = plan.verify(steps=3, repeats=0)
@@ -123,12 +122,12 @@ def others(plan: Any) -> dict[str, float | None]:
     return found
 
 
-def sweep(model: Any, example: Any, top: int, least: int, keywords: dict[str, Any]) -> Iterator[Row]:
+def sweep(traced: Any, example: Any, least: int) -> Iterator[Row]:
     """Plans at evenly falling budgets from the store-all peak to the least + 2 %, each step measured."""
-    bottom = int(1.02 * least)
+    top, bottom = traced.baseline_peak_bytes, int(1.02 * least)
     for k in range(SWEEP):
         size = top - (top - bottom) * k // (SWEEP - 1)
-        plan = gcsolve.solve(model, example, budget=f"{size}B", **keywords)
+        plan = traced.at(budget=f"{size}B", progress=False)
         yield {
             "budget_bytes": size,
             "predicted_bytes": plan.peak_bytes,

@@ -85,6 +85,15 @@ def test_plan_with_loss_optimizer_device_and_verify(capsys, here):
     assert "h200" in capsys.readouterr().out
 
 
+def test_compare_has_a_row_a_solver(capsys, here):
+    assert main(["compare", f"{here}:with_loss", "--budgets", "1.0", "0.8", "1kB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in solvers()}
+    assert set(rows) == set(solvers())
+    assert rows["store_all"].split()[1] == "0.00%"
+    assert all("no plan" in row for row in rows.values())  # nothing fits 1 kB
+
+
 def test_budget_that_cannot_be_met(capsys, here):
     assert "cannot be met" in refused(capsys, "plan", f"{here}:small", "--budget", "1kB")
 
