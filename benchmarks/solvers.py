@@ -75,7 +75,8 @@ def load(graphs: Path | None, problems: Path | None) -> Iterator[tuple[str, Prob
 
 
 def row(graph: str, budget: str, solution: Solution, share: float) -> str:
-    numbers = f"{solution.overhead:9.3%} {solution.lower_bound:9.3%} {solution.any_bound:9.3%} {solution.gap:8.3%} {share:7.1%}"
+    bounds = f"{solution.lower_bound:9.3%} {solution.any_bound:9.3%} {solution.gap:8.3%}"
+    numbers = f"{solution.overhead:9.3%} {bounds} {share:7.1%}"
     if solution.schedule is None:
         numbers = " ".join("-".rjust(width) for width in (9, 9, 9, 8, 7))
     proves = PROVES.get(solution.certificate, "-")

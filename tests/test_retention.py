@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solvers._kept import NEVER, KeptReplay
 from gcsolve.solvers._program import Choices, Program
+from gcsolve.solvers._quiet import quiet
 from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Status
 from gcsolve.solvers.minimum import minimum_peak, peak_floor
 from gcsolve.solvers.retention import Retention
@@ -156,3 +158,10 @@ def test_a_deep_chain_does_not_recurse():
     problem = problem.with_budget(2600)
     solution = Retention().solve(problem, time_limit_s=20)
     assert solution.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+def test_stray_lines_of_the_back_end_are_dropped_and_no_others(capfd: pytest.CaptureFixture[str]):
+    with quiet():
+        os.write(1, b"HighsMipSolverData::stray\nkept\n")
+    print("after")
+    assert capfd.readouterr().out == "kept\nafter\n"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gcsolve.solvers._kept import NEVER, KeptReplay, KeptRun
+from gcsolve.solvers._quiet import quiet
 
 if TYPE_CHECKING:  # importing gcsolve loads no solver back end: functions that need it import it
     from ortools.math_opt.python import mathopt
@@ -380,7 +381,8 @@ def run_model(
         relative_gap_tolerance=0.0,
     )
     params.highs.int_options["threads"] = 1
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+    with quiet():
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
     infeasible = result.termination.reason in (
         mathopt.TerminationReason.INFEASIBLE,
         mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,

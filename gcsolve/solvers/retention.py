@@ -57,16 +57,15 @@ TIED_ROUNDS = 12
 TIED_GROUPS = (1, 2, 4)
 POLISH_VARIABLES = 1500
 POLISH_ROUNDS = 3
+POLISHED = 0.02
+"""Polishing stops at this part of the asked gap."""
 TINY_SHARE = 1e-3
 """Values that sum up to this share of the budget are kept without asking; never more than a tenth of the gap."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """`seeds`: kept sets to start from (tests and `auto` use it)."""
-
     name: ClassVar[str] = "retention"
-    seeds: tuple[frozenset[int], ...] = ()
 
     def solve(self, problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.005) -> Solution:
         started = time.perf_counter()
@@ -79,8 +78,6 @@ class Retention:
         if floor_bytes > problem.budget_bytes:
             return _infeasible(self.name, problem, started, time_limit_s)
         search = _Search(replay, problem.budget_bytes, gap, started + 0.95 * time_limit_s)
-        for kept in self.seeds:
-            search.offer(replay.run(kept))
         proven_infeasible = search.run()
         if search.best is None:
             if proven_infeasible:
@@ -121,13 +118,13 @@ class _Search:
     def run(self) -> bool:
         """Search; True when it is proven that nothing fits."""
         until = time.perf_counter() + BOUND_SHARE * self.left()
-        proof = any_schedule_bound(self.choices, self.budget_bytes, deadline=until, abs_gap=self.gap / 20)
+        proof = any_schedule_bound(self.choices, self.budget_bytes, deadline=until, abs_gap=self.gap / 50)
         if proof.infeasible:
             return True
         self.bound = self.any_bound = proof.bound
         for kept in proof.kept:
             self._try(kept)
-        if self.met(0.1):
+        if self.met(POLISHED):
             return False
         program = Program(self.choices, self.budget_bytes)
         for moment in proof.moments:
@@ -168,9 +165,9 @@ class _Search:
         """Within the gap: a few looks at the root of the MILP, which often is the optimum."""
         for _ in range(POLISH_ROUNDS):
             large = program.model.get_num_variables() > POLISH_VARIABLES
-            if self.met(0.1) or self.left() <= 0 or program.margin_bytes or large:
+            if self.met(POLISHED) or self.left() <= 0 or program.margin_bytes or large:
                 return
-            answer = program.solve(time_limit_s=self.left() / 2, abs_gap=self.gap / 20, nodes=1)
+            answer = program.solve(time_limit_s=self.left() / 2, abs_gap=self.gap / 100, nodes=1)
             self.bound = max(self.bound, answer.bound)
             if answer.kept is None:
                 return
