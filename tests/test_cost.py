@@ -349,6 +349,18 @@ def test_other_device_is_estimated():
     assert found.size_bytes == 32 << 20
 
 
+def test_attention_backward_for_a_gpu_that_is_not_here():
+    """Flash attention's float32 gradient of the query: rows padded to 128, width to 32, and one float32 a row."""
+    q = torch.randn(2, 4, 100, 40)
+
+    def attend(q: torch.Tensor, k: torch.Tensor) -> Any:
+        q = q.detach().requires_grad_()
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, k).sum(), q)
+
+    node = the(traced(attend, q, q), aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    assert workspace_bytes(node, H100, measure=False) == 4 * (2 * 4) * 128 * (64 + 1)
+
+
 @torch.library.custom_op("gcsolve_test::loud", mutates_args=())
 def loud(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("an op of somebody else's was run")
