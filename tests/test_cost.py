@@ -326,6 +326,40 @@ def test_strides_are_part_of_the_signature(monkeypatch):
     assert sum("exp" in key[2][0] for key in workspace_room._measured) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matmuls_taken_to_need_none_need_none(dtype):
+    """The shortcut for large matmuls: every layout that it accepts is run here after all."""
+    a, b, bias = torch.randn(96, 80, dtype=dtype), torch.randn(80, 64, dtype=dtype), torch.randn(64, dtype=dtype)
+    wide = torch.randn(96, 200, dtype=dtype)[:, :80]
+    nodes = [
+        *traced(lambda a, b: a @ b, a, b),
+        *traced(lambda a, b: a @ b, a.t().contiguous().t(), b),
+        *traced(lambda a, b: a @ b, a, b.t().contiguous().t()),
+        *traced(lambda a, b: a @ b, wide, b),
+        *traced(lambda a, b: a[:, :1] @ b[:1], a, b),
+        *traced(lambda c, a, b: torch.addmm(c, a, b), bias, a, b),
+        *traced(lambda c, a, b: torch.addmm(c, a, b), torch.randn(96, 64, dtype=dtype), a, b),
+        *traced(torch.bmm, a.expand(3, 96, 80), b.expand(3, 80, 64)),
+        *traced(torch.bmm, torch.stack([a, a]), torch.stack([b, b]).mT.contiguous().mT),
+        *traced(lambda c, a, b: torch.baddbmm(c, a, b), bias, torch.stack([a, a]), torch.stack([b, b])),
+        *traced(lambda q, k: q.transpose(1, 2) @ k.transpose(1, 2).mT, *torch.randn(2, 2, 9, 4, 8, dtype=dtype)),
+    ]
+    checked = [n for n in nodes if workspace_room._is_plain_matmul(n)]
+    assert len(checked) >= 10
+    for node in checked:
+        found = workspace_room._run(node, CPU)
+        assert found is not None
+        assert (found.size_bytes, found.output_excess_bytes) == (0, 0), f"{node.target} {node.args}"
+
+
+def test_other_matmuls_are_run(monkeypatch):
+    monkeypatch.setattr(workspace_room, "_measured", {})
+    overlapping = torch.randn(16).as_strided((8, 8), (1, 1))
+    (node,) = traced(torch.mm, overlapping, torch.randn(8, 8))
+    assert not workspace_room._is_plain_matmul(node)
+    assert workspace(node, CPU, measure=True).size_bytes >= 8 * 8 * 4
+
+
 def test_too_large_is_estimated(monkeypatch):
     monkeypatch.setattr(workspace_room, "_measured", {})
     monkeypatch.setattr(workspace_room, "_free_memory_bytes", lambda device: 1000)
@@ -338,7 +372,7 @@ def test_too_large_is_estimated(monkeypatch):
 def test_too_slow_is_estimated(monkeypatch):
     monkeypatch.setattr(workspace_room, "_measured", {})
     monkeypatch.setattr(workspace_room, "MAX_SECONDS", 0.0)
-    (node,) = traced(torch.mm, torch.randn(4, 4), torch.randn(4, 4))
+    (node,) = traced(torch.exp, torch.randn(4, 4))
     assert not workspace(node, CPU, measure=True).measured
 
 
