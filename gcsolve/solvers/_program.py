@@ -49,7 +49,7 @@ class Choices:
 
     Left out: nodes whose rerun nothing in the backward can ask for, and values that only they read. `once`: values that
     no rerun serves (made by a node that runs once, or pinned); they are there for as long as something reads them.
-    Fixed at 1 and counted as 0 bytes: values too small to matter, `tiny_share` of the largest total all together.
+    Fixed at 1 and counted as 0 bytes: values too small to matter, `tiny_bytes` all together.
     Fixed at 0: a value read by one forward node only, at least as big as all that this node makes, and its only input
     that can be rerun: keeping the outputs instead costs no byte more at any moment and saves that node's rerun.
     (With another rerun input the switch could delay that input's rerun, and so hold *its* inputs longer.)
@@ -76,7 +76,8 @@ class Choices:
             if native or rerun_readers:
                 rows.append((v, native, rerun_readers))
         small, spent = set(), 0
-        for v, _, _ in sorted(rows, key=lambda r: (graph.values[r[0]].size_bytes, r[0])):
+        decided = [v for v, _, _ in rows if can[graph.values[v].producer] and not graph.values[v].pinned]
+        for v in sorted(decided, key=lambda v: (graph.values[v].size_bytes, v)):
             spent += graph.values[v].size_bytes
             if spent > tiny_bytes:
                 break

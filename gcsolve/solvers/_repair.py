@@ -14,9 +14,11 @@ import numpy as np
 
 from gcsolve.graph import Graph
 from gcsolve.solvers._kept import NEVER, KeptReplay, KeptRun
+from gcsolve.solvers.uniform import uniform_kept
 
 MOVES = 32
 STEPS = 40
+TRIALS = 300
 HOPELESS = 0.2
 """A run further over than this share of the budget (above external bytes) is not repaired."""
 
@@ -56,7 +58,7 @@ def improve(replay: KeptReplay, run: KeptRun, budget_bytes: int, deadline: float
     """Keep what is rerun, most cost saved per byte first, as long as the run fits and gets cheaper."""
     rerun = [i for i in range(replay.first_backward) if run.rerun_at[i] < NEVER]
     rerun.sort(key=lambda i: (-replay.cost[i] / max(1, _bytes(replay, i)), i))
-    for i in rerun:
+    for i in rerun[:TRIALS]:
         if time.perf_counter() > deadline:
             break
         if run.rerun_at[i] < NEVER:
@@ -96,3 +98,14 @@ def whole_nodes(graph: Graph, kept: frozenset[int]) -> frozenset[int]:
     """`kept` with every output of each node of which some output is kept."""
     nodes = sorted({graph.values[v].producer for v in kept})
     return frozenset(v for i in nodes for v in graph.nodes[i].outputs)
+
+
+def starts(graph: Graph) -> list[frozenset[int]]:
+    """Kept sets to begin with: everything, nothing, and one checkpoint per segment for a ladder of segment counts."""
+    ops = graph.backward_start
+    counts = sorted({max(1, round(ops ** (s / 12))) for s in range(13)}) if ops else []
+    return [
+        frozenset(range(len(graph.values))),
+        frozenset(),
+        *(whole_nodes(graph, uniform_kept(graph, k)) for k in counts),
+    ]

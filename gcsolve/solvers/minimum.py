@@ -15,15 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gcsolve.graph import Graph
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule, order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solvers._kept import KeptReplay, KeptRun
 from gcsolve.solvers._program import Choices, Program, add_overflowing
-from gcsolve.solvers._repair import repair, whole_nodes
+from gcsolve.solvers._repair import repair, starts
 from gcsolve.solvers.blocks import twins
-from gcsolve.solvers.uniform import uniform_kept
 
 REL_TOLERANCE = 2e-3
 """Stop when the least peak is known to this share of the bytes above the external ones."""
@@ -69,7 +67,7 @@ def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
     deadline = started + 0.95 * time_limit_s
     replay = KeptReplay(problem)
     graph = problem.graph
-    best = least_run(replay.run(kept) for kept in _starts(graph))
+    best = least_run(replay.run(kept) for kept in starts(graph))
     lower, _ = peak_floor(problem)
     tolerance = int(REL_TOLERANCE * max(0, best.peak_bytes - graph.external_bytes))
     choices = Choices(replay, tolerance // 4)
@@ -116,17 +114,6 @@ def _probe(program: Program, best: KeptRun, aim: int, deadline: float) -> tuple[
         if run.peak_bytes <= aim:
             return run, False
     return None, False
-
-
-def _starts(graph: Graph) -> list[frozenset[int]]:
-    """Kept sets to begin with: everything, nothing, and a checkpoint per segment."""
-    ops = graph.backward_start
-    counts = sorted({max(1, round(ops ** (s / 12))) for s in range(13)}) if ops else []
-    return [
-        frozenset(range(len(graph.values))),
-        frozenset(),
-        *(whole_nodes(graph, uniform_kept(graph, k)) for k in counts),
-    ]
 
 
 def least_run(runs: Iterable[KeptRun]) -> KeptRun:

@@ -45,7 +45,7 @@ from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.solvers._kept import KeptReplay, KeptRun
 from gcsolve.solvers._program import Choices, Program, add_overflowing
-from gcsolve.solvers._repair import improve, repair
+from gcsolve.solvers._repair import improve, repair, starts
 from gcsolve.solvers.anybound import any_schedule_bound
 from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status, judged
 from gcsolve.solvers.blocks import twins
@@ -55,8 +55,9 @@ LOOSE_GAP = 0.02
 BOUND_SHARE = 0.25
 TIED_ROUNDS = 12
 TIED_GROUPS = (1, 2, 4)
-POLISH_VARIABLES = 1500
-POLISH_ROUNDS = 3
+POLISH_VARIABLES = 900
+POLISH_NODES = 60_000  # over the program's variables
+POLISH_ROUNDS = 4
 POLISHED = 0.02
 """Polishing stops at this part of the asked gap."""
 TINY_SHARE = 1e-3
@@ -77,7 +78,7 @@ class Retention:
         floor_bytes, _ = peak_floor(problem)
         if floor_bytes > problem.budget_bytes:
             return _infeasible(self.name, problem, started, time_limit_s)
-        search = _Search(replay, problem.budget_bytes, gap, started + 0.95 * time_limit_s)
+        search = _Search(replay, problem.budget_bytes, gap, started + 0.9 * time_limit_s)
         proven_infeasible = search.run()
         if search.best is None:
             if proven_infeasible:
@@ -117,6 +118,8 @@ class _Search:
 
     def run(self) -> bool:
         """Search; True when it is proven that nothing fits."""
+        for kept in starts(self.replay.problem.graph):
+            self.offer(self.replay.run(kept))
         until = time.perf_counter() + BOUND_SHARE * self.left()
         proof = any_schedule_bound(self.choices, self.budget_bytes, deadline=until, abs_gap=self.gap / 50)
         if proof.infeasible:
@@ -162,18 +165,22 @@ class _Search:
                 return
 
     def _polish(self, program: Program) -> None:
-        """Within the gap: a few looks at the root of the MILP, which often is the optimum."""
+        """Within the gap: a few short looks at the MILP, which often are enough for the optimum."""
         for _ in range(POLISH_ROUNDS):
-            large = program.model.get_num_variables() > POLISH_VARIABLES
-            if self.met(POLISHED) or self.left() <= 0 or program.margin_bytes or large:
+            size = program.model.get_num_variables()
+            if self.met(POLISHED) or self.left() <= 0 or size > POLISH_VARIABLES:
                 return
-            answer = program.solve(time_limit_s=self.left() / 2, abs_gap=self.gap / 100, nodes=1)
-            self.bound = max(self.bound, answer.bound)
+            nodes = max(1, POLISH_NODES // size)
+            answer = program.solve(time_limit_s=self.left() / 2, abs_gap=self.gap / 100, nodes=nodes)
+            if not program.margin_bytes:
+                self.bound = max(self.bound, answer.bound)
             if answer.kept is None:
                 return
             run = self._try(answer.kept)
             if not add_overflowing(program, run, self.budget_bytes):
-                return
+                if run.peak_bytes <= self.budget_bytes:
+                    return
+                program.tighten(run.peak_bytes - self.budget_bytes)
 
     def _rounds(self, program: Program) -> bool:
         """Solve, replay, add rows. Early rounds stop at a loose gap: their plans only show which rows are missing."""
