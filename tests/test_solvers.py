@@ -27,6 +27,9 @@ from tests.oracles import best_cost, best_kept_cost, slow_simulate
 from tests.strategies import problems
 
 FITS = (Status.OPTIMAL, Status.FEASIBLE)
+ONCE = ("retention", "store_all", "uniform", "uniform_sqrt", "blocks", "chen")
+"""Methods that rerun a value at most once; the others may go below what these reach. `test_methods.py` has more."""
+QUICK = tuple(name for name in solvers() if name not in ("checkmate", "moccasin", "brute_force"))
 
 
 def check(problem: Problem, solution: Solution) -> None:
@@ -69,10 +72,11 @@ def test_every_solver_on_every_known_graph(name: str, case: Known):
         assert solution.status not in FITS
         return
     assert solution.any_bound <= case.any_cost / problem.total_cost - 1 + 1e-9
-    if case.kept_cost is None:
+    least = case.kept_cost if name in ONCE else case.any_cost
+    if least is None:
         assert solution.status not in FITS
     elif solution.status in FITS:
-        assert solution.overhead >= case.kept_cost / problem.total_cost - 1 - 1e-9
+        assert solution.overhead >= least / problem.total_cost - 1 - 1e-9
     if name in ("retention", "auto") and case.kept_cost is not None:
         assert solution.overhead == pytest.approx(case.kept_cost / problem.total_cost - 1)
         assert solution.status is Status.OPTIMAL
@@ -87,17 +91,17 @@ def test_every_solver_on_repeated_blocks(name: str, share: float):
     check(problem, solution)
     auto = solve_problem(problem)
     assert auto.status in FITS
-    if solution.status in FITS:
+    if solution.status in FITS and name in ONCE:
         assert auto.overhead <= solution.overhead + 1e-12
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems(max_forward=7, max_backward=6))
 def test_every_solver_on_random_graphs(problem: Problem):
-    answers = {name: solve_problem(problem, name, gap=0.0) for name in solvers()}
+    answers = {name: solve_problem(problem, name, gap=0.0) for name in QUICK}
     for solution in answers.values():
         check(problem, solution)
-    fitting = [s.overhead for s in answers.values() if s.status in FITS]
+    fitting = [s.overhead for name, s in answers.items() if s.status in FITS and name in ONCE]
     if fitting:
         assert answers["auto"].status in FITS
         assert answers["auto"].overhead <= min(fitting) + 1e-12

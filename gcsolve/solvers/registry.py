@@ -7,11 +7,21 @@ from gcsolve.solvers.auto import Auto
 from gcsolve.solvers.base import Solver
 from gcsolve.solvers.blocks import Blocks
 from gcsolve.solvers.chen import Chen
+from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.retention import Retention
 from gcsolve.solvers.store_all import StoreAll
 from gcsolve.solvers.uniform import Uniform, UniformSqrt
 
-_SOLVERS: tuple[Solver, ...] = (Auto(), Retention(), StoreAll(), Uniform(), UniformSqrt(), Blocks(), Chen())
+_SOLVERS: tuple[Solver, ...] = (
+    Auto(),
+    Retention(),
+    StoreAll(),
+    Uniform(),
+    UniformSqrt(),
+    Blocks(),
+    Chen(),
+    Greedy(),
+)
 SOLVERS: dict[str, Solver] = {s.name: s for s in _SOLVERS}
 
 
