@@ -34,6 +34,7 @@ __all__ = [
     "OutputType",
     "TracingContext",
     "aot_descriptors",
+    "as_in_eager",
     "aot_export_joint_with_descriptors",
     "below_autograd",
     "boxed_graph_module",
@@ -66,6 +67,18 @@ def view_like(op: OpOverload) -> bool:
 def fake_mode() -> FakeTensorMode:
     """A mode whose tensors have shapes and no memory, as `torch.export` makes it for static shapes."""
     return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+
+
+@contextlib.contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Models ask torch whether they are being compiled or exported and then take another way (Hugging Face's attention
+    makes a mask that eager skips); in this block the answer is no, so that what is traced is what eager runs."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
 
 
 def storage_key(t: torch.Tensor) -> int:

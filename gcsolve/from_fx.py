@@ -24,6 +24,9 @@ from gcsolve.trace import PREFIX, Trace, is_user_file
 
 _DROPPED = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default"}
 
+# Autograd's word for the very same tensor; no autograd runs inside the emitted graphs.
+_NAMES_ONLY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
 # Fused recurrent layers (names with "_rnn") run once too: their kernels keep a buffer only in grad mode.
 # Discrete choices: a rerun that breaks a tie differently would change the result, so they run once (design notes, 6).
 _DISCRETE = {
@@ -71,6 +74,9 @@ def clean(joint: Joint) -> None:
     graph = joint.graph_module.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target) in _DROPPED:
+            graph.erase_node(node)
+        elif node.target in _NAMES_ONLY and graph.output_node() not in node.users:
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
     backward = backward_nodes(joint)

@@ -21,9 +21,10 @@ import numpy
 import torch
 from torch import nn
 
-from gcsolve._torch import fake_mode
+from gcsolve._torch import as_in_eager, fake_mode
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
+from gcsolve.known import KnownValues
 from gcsolve.structure import Template, flatten, leaf_paths, skeleton, unflatten
 
 PREFIX = "model."  # of every parameter and buffer name in the joint graph: the model is a child of `_Flat`
@@ -85,9 +86,11 @@ class _Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         template, loss, all_outputs = self.settings
         args, kwargs = unflatten(template, tensors)
-        result = self.model.forward(*args, **kwargs)
+        with as_in_eager(), KnownValues():
+            result = self.model.forward(*args, **kwargs)
+            if loss is not None:
+                result = loss(result)
         if loss is not None:
-            result = loss(result)
             if not isinstance(result, torch.Tensor) or result.dim() != 0:
                 shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
                 raise ArgumentError(f"loss must return a scalar tensor; it returned {shape}")

@@ -1,0 +1,91 @@
+"""emit: the schedule written out, in the planned order, every value forgotten at its planned point."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+import gcsolve
+from tests import models
+from tests.test_exact import KeepNothing
+
+
+def _x(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.a(x)).sin().sum()
+
+
+def _body(code: str) -> list[str]:
+    """The op lines of generated code, module prefixes and the dropping of names left out."""
+    lines = [line.split(";")[0].strip().replace("torch.ops.aten.", "") for line in code.splitlines()]
+    return [line for line in lines if line and not re.match(r"def|args|\w+ = next|from|import", line)]
+
+
+BACKWARD = [
+    "cos = cos.default(tanh)",
+    "expand = expand.default(tangents_1, [4, 8])",
+    "mul = mul.Tensor(expand, cos)",
+    "tanh_backward = tanh_backward.default(mul, tanh)",
+    "t_1 = t.default(tanh_backward)",
+    "mm_1 = mm.default(t_1, primals_2)",
+    "t_2 = t.default(mm_1)",
+    "t_3 = t.default(t_2)",
+    "return (t_3,)",
+]
+
+
+def test_golden_text_of_a_plan_that_keeps_everything() -> None:
+    plan = gcsolve.solve(_Two(), _x(4, 8), budget=1.0, solver="store_all")
+    step = next(iter(plan.module._gcsolve.cache.values()))
+    assert _body(step.emitted.forward.code) == [
+        "t = t.default(primals_1)",
+        "mm = mm.default(primals_2, t)",
+        "tanh = tanh.default(mm)",
+        "sin = sin.default(tanh)",
+        "sum_1 = sum.default(sin)",
+        "return (sum_1, tanh)",
+    ]
+    assert _body(step.emitted.backward.code) == BACKWARD
+
+
+def test_golden_text_of_a_plan_that_keeps_nothing() -> None:
+    plan = gcsolve.solve(_Two(), _x(4, 8), budget="1MB", solver=KeepNothing())
+    step = next(iter(plan.module._gcsolve.cache.values()))
+    assert _body(step.emitted.forward.code)[-1] == "return (sum_1,)"
+    again = ["t = t.default(primals_1)", "mm = mm.default(primals_2, t)", "tanh = tanh.default(mm)"]
+    assert _body(step.emitted.backward.code) == [*again, *BACKWARD]
+
+
+def test_no_name_outlives_its_value() -> None:
+    """The code's own drops, replayed: at every op the bytes of the names alive are what the simulator says."""
+    torch.manual_seed(0)
+    plan = gcsolve.solve(models.MLP(4, 64), _x(256, 64), budget=0.8)
+    step = next(iter(plan.module._gcsolve.cache.values()))
+    for graph in (step.emitted.forward, step.emitted.backward):
+        alive: set[str] = set()
+        for line in graph.code.splitlines():
+            match = re.match(r"\s+(\w+) = ", line)
+            if match:
+                alive.add(match[1])
+            for dropped in re.findall(r"; +((?:\w+ = )+)None", line):
+                alive -= set(re.findall(r"\w+", dropped))
+        returned = re.search(r"return \((.*)\)", graph.code)
+        assert returned
+        assert alive - {"args_iter"} <= set(re.findall(r"\w+", returned[1]))
+
+
+def test_both_graphs_can_be_read() -> None:
+    plan = gcsolve.solve(_Two(), _x(4, 8), budget=1.0)
+    assert "# forward" in plan.module.code
+    assert "# backward" in plan.module.code
+    assert "tanh_backward" in plan.module.code

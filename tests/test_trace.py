@@ -1,0 +1,161 @@
+"""trace: what the joint graph's inputs and outputs mean, from weights that are real or on meta."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gcsolve.errors import ArgumentError, TraceError
+from gcsolve.structure import flatten, leaf_paths, skeleton, static_key, unflatten
+from gcsolve.trace import parse_example, trace
+from tests import models
+
+
+def _x(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def test_inputs_are_named_and_tied_weights_are_one() -> None:
+    traced = trace(models.Tied(), (torch.arange(12).view(3, 4),), {})
+    kinds = [kind for kind, _ in traced.joint.inputs]
+    assert kinds.count("param") == 4  # both names of the tied weight are looked up; one of them is read
+    assert kinds.count("input") == 1
+    assert traced.takes_gradient == (True,)
+    assert len({at for at, _ in traced.joint.gradients}) == len(traced.joint.gradients)
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    traced = trace(models.Frozen(), (_x(8, 16),), {})
+    graded = {traced.joint.inputs[at][1] for _, at in traced.joint.gradients}
+    assert graded == {f"model.top.layers.{i}.{p}" for i in range(2) for p in ("weight", "bias")}
+
+
+def test_buffers_that_the_step_changes_are_listed() -> None:
+    model = models.BatchNorm()
+    traced = trace(model, (_x(4, 4, 8, 8),), {})
+    changed = {traced.joint.inputs[at][1].removeprefix("model.") for _, at in traced.joint.mutations}
+    assert changed == {name for name, _ in model.named_buffers()}
+
+
+def test_only_scalars_take_gradients_beside_a_loss() -> None:
+    example = (_x(8, 16), torch.arange(8) % 5)
+    assert trace(models.LossAndLogits(), example, {}).takes_gradient == (True, False)
+    assert trace(models.LossAndLogits(), example, {}, all_outputs=True).takes_gradient == (True, True)
+
+
+def test_every_op_of_the_forward_knows_its_module_and_the_users_line() -> None:
+    from gcsolve.from_fx import module_path, source_line
+
+    traced = trace(models.MLP(2, 8), (_x(4, 8),), {})
+    matmuls = [n for n in traced.joint.graph_module.graph.nodes if "addmm" in str(n.target)]
+    assert [module_path(n) for n in matmuls] == ["layers.0", "layers.1"]
+    assert all("models.py:" in source_line(n) for n in matmuls)
+
+
+def test_tracing_neither_runs_nor_touches_the_model() -> None:
+    model, x = models.BatchNorm(), _x(4, 4, 8, 8)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    trace(model, (x,), {})
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_meta_and_real_weights_give_the_same_graph() -> None:
+    with torch.device("meta"):
+        model = models.MLP(2, 8)
+    meta = trace(model, (torch.empty(4, 8, device="meta"),), {})
+    real = trace(models.MLP(2, 8), (_x(4, 8),), {})
+    code = [str(t.joint.graph_module.graph) for t in (meta, real)]
+    assert code[0] == code[1]
+
+
+def test_example_inputs_of_every_accepted_form() -> None:
+    x = _x(2)
+    assert parse_example(x) == ((x,), {})
+    assert parse_example([x, 1]) == ((x, 1), {})
+    assert parse_example({"x": x}) == ((), {"x": x})
+    with pytest.raises(ArgumentError, match="int"):
+        parse_example(1)
+
+
+def test_templates_rebuild_the_same_types_and_keep_no_tensor() -> None:
+    a, b = _x(2), _x(3)
+    tree = {"out": models.Output(a, {"list": [b, None, (a, 1.5)]}), "flag": True}
+    tensors, template = flatten(tree, "tree")
+    assert len(tensors) == 2  # the same tensor twice is one entry
+    assert set(leaf_paths(template).values()) == {"tree['out'].main", "tree['out'].extra['list'][0]"}
+    bare = skeleton(template)
+    built = unflatten(bare, [a + 1, b + 1])
+    assert type(built["out"]) is models.Output
+    assert torch.equal(built["out"].main, a + 1)
+    assert built["out"].extra["list"][1] is None
+    assert built["out"].extra["list"][2][1] == 1.5
+    assert unflatten(bare, [a, b])["out"] is not built["out"]
+
+
+def test_keys_of_templates_see_structure_and_values_not_tensors() -> None:
+    def key(tree: object) -> object:
+        return static_key(flatten(tree, "x")[1])
+
+    x, y = _x(2), _x(2)
+    assert key({"a": x, "n": 1}) == key({"a": y, "n": 1})
+    assert key({"a": x, "n": 1}) != key({"a": x, "n": 2})
+    assert key({"a": x, "n": 1}) != key({"a": x, "n": True})
+    assert key({"a": x, "n": 0.0}) != key({"a": x, "n": -0.0})
+    assert key([x, y]) != key([x, x])
+    assert key([x]) != key((x,))
+
+
+def test_an_object_that_contains_itself_is_refused() -> None:
+    loop: list[object] = [_x(2)]
+    loop.append(loop)
+    with pytest.raises(ArgumentError, match="contains itself"):
+        flatten(loop, "example_input")
+
+
+class _LooksAtConstants(torch.nn.Module):
+    """Branches on values that follow from constants alone, as masks and position ids do; optionally on changed ones."""
+
+    def __init__(self, change: bool = False) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[0])[None] + 3
+        if self.change:
+            positions[:, 0] = x.long()[0, 0]
+        gaps = torch.diff(positions, dim=-1) != 1
+        y = self.linear(x)
+        if gaps.any():
+            return y.sin()
+        return y.tanh() * int(positions.max())
+
+
+def test_branches_on_constants_go_the_way_eager_goes() -> None:
+    import gcsolve
+
+    torch.manual_seed(0)
+    model, x = _LooksAtConstants(), _x(4, 8)
+    plan = gcsolve.solve(model, x, budget=1.0)
+    assert torch.equal(plan.module(x), model(x))
+    assert "tanh" in plan.module.code
+    with pytest.raises(TraceError, match="branches on a tensor's value"):
+        trace(_LooksAtConstants(change=True), (x,), {})
+
+
+def test_the_model_is_told_that_it_runs_in_eager() -> None:
+    class Asks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return y.sin() if torch.compiler.is_compiling() or torch.compiler.is_exporting() else y.tanh()
+
+    ops = [str(n.target) for n in trace(Asks(), (_x(4, 8),), {}).joint.graph_module.graph.nodes]
+    assert "aten.tanh.default" in ops
+    assert "aten.sin.default" not in ops
+    assert not torch.compiler.is_compiling()
