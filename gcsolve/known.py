@@ -22,7 +22,44 @@ _FACTORIES = frozenset(["arange", "zeros", "ones", "full", "tensor", "eye", "lin
 
 # Deterministic, no side effect, one tensor out; names as in torch, torch.Tensor or the operator without underscores.
 _ARITHMETIC = frozenset(
-    ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "add", "sub", "mul", "div", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs", "rsub", "radd", "rmul", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "and", "or", "invert", "xor", "all", "any", "sum", "cumsum", "diff", "max", "min", "amax", "amin", "cat", "stack", "where", "clamp", "clip", "tril", "triu", "isin", "equal", "getitem", "unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "transpose", "permute", "flatten", "unflatten", "t", "repeat", "select", "narrow", "index_select", "roll", "flip", "contiguous", "clone", "to", "long", "int", "bool", "float", "double", "half", "type", "type_as", "detach", "cpu"]
+    {
+        *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"),
+        *(
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "floordiv",
+            "floor_divide",
+            "mod",
+            "remainder",
+            "neg",
+            "abs",
+            "rsub",
+            "radd",
+            "rmul",
+        ),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "xor", "isin", "equal", "where"),
+        *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
+        *("all", "any", "sum", "cumsum", "diff", "max", "min", "amax", "amin", "clamp", "clip", "tril", "triu"),
+        *("cat", "stack", "getitem", "unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "transpose"),
+        *("permute", "flatten", "unflatten", "t", "repeat", "select", "narrow", "index_select", "roll", "flip"),
+        *(
+            "contiguous",
+            "clone",
+            "to",
+            "long",
+            "int",
+            "bool",
+            "float",
+            "double",
+            "half",
+            "type",
+            "type_as",
+            "detach",
+            "cpu",
+        ),
+    }
 )
 
 _ASKED = frozenset(["bool", "item", "int", "float", "index", "tolist"])
@@ -58,7 +95,7 @@ class KnownValues(TorchFunctionMode):
 
         def real(t: torch.Tensor) -> torch.Tensor:
             found.append(t)
-            return self.values[t] if t in self.values else t
+            return self.values.get(t, t)
 
         real_args, real_kwargs = tree_map_only(torch.Tensor, real, (args, kwargs))
         if not ((name in _FACTORIES and not found) or (name in _ARITHMETIC and found and all(map(self.knows, found)))):

@@ -90,10 +90,9 @@ class _Flat(nn.Module):
             result = self.model.forward(*args, **kwargs)
             if loss is not None:
                 result = loss(result)
-        if loss is not None:
-            if not isinstance(result, torch.Tensor) or result.dim() != 0:
-                shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
-                raise ArgumentError(f"loss must return a scalar tensor; it returned {shape}")
+        if loss is not None and (not isinstance(result, torch.Tensor) or result.dim() != 0):
+            shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise ArgumentError(f"loss must return a scalar tensor; it returned {shape}")
         outputs, out_template = flatten(result, "output")
         differentiable = tuple(t.requires_grad for t in outputs)
         scalars = tuple(d and t.dim() == 0 for d, t in zip(differentiable, outputs, strict=True))
