@@ -148,6 +148,11 @@ def test_interleaved_times_runs_in_turn():
     assert ran == ["b", "a", "a", "b", "b", "a", "a", "b"]
 
 
+def test_interleaved_times_reads_the_given_clock():
+    ticks = iter([0.0, 1.0, 10.0, 15.0, 20.0, 22.0])
+    assert interleaved_times([lambda: None], repeats=3, warmup=0, clock=lambda: next(ticks)) == [2.0]
+
+
 @pytest.mark.gpu
 def test_cuda_peak():
     with PeakMeter("cuda") as meter:
