@@ -286,7 +286,9 @@ class Program:
             new, old = by_now.get(node), by_earlier.get(node)
             if new is not None and new is not old:
                 bursting = {new: 1.0} if old is None else {new: 1.0, old: -1.0}
-                touched = set(self.graph.nodes[node].inputs) | set(self.graph.nodes[node].outputs)
+                # a pinned output is not touched: its new copy is in `extra`, whether or not the first is still there
+                fresh = [v for v in self.graph.nodes[node].outputs if not self.graph.values[v].pinned]
+                touched = {*self.graph.nodes[node].inputs, *fresh}
             extra = int(self.replay.workspace[node] + self.replay.made_pinned[node]) + sum(
                 self.graph.values[v].size_bytes
                 for v in self.graph.nodes[node].outputs

@@ -28,6 +28,9 @@ ONE_RERUN = (
 )
 NO_BOUND = "none: this method proves nothing"
 
+ROUNDING = 1e-9
+"""Gaps closer than this are equal: costs are sums of floats."""
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -81,7 +84,7 @@ def judged(
     reached = (replay.overhead - lower_bound) / (1.0 + replay.overhead)
     if replay.peak_bytes > problem.budget_bytes:
         status = Status.OVER_BUDGET
-    elif replay.overhead == 0.0 or (certificate != NO_BOUND and reached <= gap):
+    elif replay.overhead == 0.0 or (certificate != NO_BOUND and reached <= gap + ROUNDING):
         status = Status.OPTIMAL
     else:
         status = Status.FEASIBLE
