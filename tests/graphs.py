@@ -30,6 +30,20 @@ def training_chain(ops: int, budget_bytes: int, size: int = 4, cost: float = 1.0
     return Problem.from_arrays([cost] * (2 * ops), sizes, edges, ops, budget_bytes=budget_bytes)
 
 
+def unit_chain(steps: int, slots: int) -> Problem:
+    """The chain and the budget of `revolve.py` for reversing that many steps with that many checkpoints."""
+    states = [Node(f"f{k}", (k - 2,) if k > 1 else (), (k - 1,)) for k in range(1, steps)]
+    values = [Value(f"x{k}", 1, k - 1) for k in range(1, steps)]
+    back: list[Node] = []
+    for k in range(steps - 1, -1, -1):
+        gradient = len(values)
+        values.append(Value(f"g{k}", 0, len(states) + len(back)))
+        inputs = ([k - 1] if k else []) + ([gradient - 1] if back else [])
+        back.append(Node(f"b{k}", tuple(inputs), (gradient,), workspace_bytes=1, rerunnable=False))
+    graph = Graph((*states, *back), tuple(values), len(states))
+    return Problem(graph, (1.0,) * len(states) + (0.0,) * len(back), slots + 1)
+
+
 def diamond(budget_bytes: int) -> Problem:
     """f0 feeds f1 and f2, f3 joins them; the backward reads f3, then f1 and f2, then f0."""
     edges = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (1, 5), (2, 5), (4, 5), (0, 6), (5, 6)]

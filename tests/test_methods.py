@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
+from gcsolve.solvers._chain import chain_of, order_of
 from gcsolve.solvers._orders import OrderReplay
 from gcsolve.solvers.base import Status
-from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.greedy import Greedy
-from tests.graphs import training_chain
-from tests.oracles import slow_simulate
+from gcsolve.solvers.revolve import Revolve, forward_steps, revolve_steps, split
+from tests.graphs import diamond, layered, training_chain, unit_chain
+from tests.oracles import best_cost
 from tests.strategies import orders, problems
 from tests.test_solvers import FITS, check, store_all_peak
 
@@ -62,3 +66,65 @@ def test_greedy_takes_no_quadratic_time():
     check(problem, solution)
     assert solution.status in FITS
     assert solution.solve_s < 8  # about one second on an idle machine
+
+
+# --- revolve ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def steps_needed(steps: int, slots: int) -> float:
+    """Griewank and Walther's recursion, written down."""
+    if steps <= 1:
+        return 0
+    if slots == 0:
+        return float("inf")
+    return min(p + steps_needed(steps - p, slots - 1) + steps_needed(p, slots) for p in range(1, steps))
+
+
+def forward_runs(problem: Problem, order: tuple[int, ...] | list[int]) -> int:
+    return sum(i < problem.graph.backward_start for i in order)
+
+
+def test_revolve_meets_the_binomial_counts():
+    for steps in range(1, 129):
+        problem = unit_chain(steps, 1)
+        chain, replay = chain_of(problem.graph), OrderReplay(problem)
+        assert len(chain.segments) == steps
+        for slots in range(1, 13):
+            least = steps_needed(steps, slots)
+            assert forward_steps(steps, slots) == least
+            if steps > 1:
+                p = split(steps, slots)
+                assert p + steps_needed(steps - p, slots - 1) + steps_needed(p, slots) == least
+            order = order_of(chain, revolve_steps(steps, slots))
+            assert replay.run(order).peak_bytes <= unit_chain(1, slots).budget_bytes
+            assert forward_runs(problem, order) == least
+
+
+@pytest.mark.parametrize(
+    ("steps", "slots", "runs"), [(10, 2, 20), (32, 4, 75), (64, 8, 137), (100, 10, 222), (128, 12, 279), (128, 1, 8128)]
+)
+def test_revolve_finds_the_checkpoints_that_fit(steps: int, slots: int, runs: int):
+    problem = unit_chain(steps, slots)
+    for solver in (Revolve(), Revolve(slots=slots)):
+        solution = solver.solve(problem)
+        check(problem, solution)
+        assert solution.status in FITS
+        assert forward_runs(problem, solution.schedule.order()) == runs
+
+
+@pytest.mark.parametrize(("steps", "slots"), [(4, 1), (4, 2), (5, 2), (6, 2), (6, 3), (7, 2)])
+def test_no_schedule_beats_revolve_on_unit_chains(steps: int, slots: int):
+    assert best_cost(unit_chain(steps, slots)) == steps_needed(steps, slots)
+
+
+def test_revolve_on_other_graphs():
+    assert Revolve().solve(diamond(14)).overhead == 0.0
+    whole = Problem.from_arrays([1] * 4, [4, 1, 4, 1], [(0, 1), (1, 2), (2, 3), (0, 3)], budget_bytes=8)
+    solution = Revolve().solve(whole)  # no backward: all that is left is to keep everything
+    assert solution.status is Status.OVER_BUDGET
+    assert solution.schedule.order() == (0, 1, 2, 3)
+    blocks = layered(8, 0)
+    solution = Revolve().solve(blocks.with_budget(round(0.5 * store_all_peak(blocks))))
+    check(blocks.with_budget(round(0.5 * store_all_peak(blocks))), solution)
+    assert solution.status in FITS

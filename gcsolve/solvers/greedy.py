@@ -16,9 +16,10 @@ Cuts are taken in the order of their scores until about half of e is gone; then 
 Cuts that did not lower the overflow are taken back. Where no cut helps any more, `_evict.py` makes a plan in one pass.
 At the end reruns are taken back, dearest first, as long as it fits.
 
-| the literature | here |
+| Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021) | here |
 |---|---|
-| Kusumoto et al. 2019, Kirisame et al. 2021 (DTR): evict least h = cost / (bytes x staleness) | evict least cost / bytes at the peak; staleness is known: the next reader |
+| evict the least cost / (bytes x staleness) when memory is full | cut the least added cost / bytes at the peak |
+| projected cost: evicted neighbours included | cost of v's producer and of its missing inputs |
 
 Differs from DTR in that it plans: a peak that comes later than the eviction is seen by the replay. Cost: some tens to
 hundreds of replays of O(order + edges); `WORK` bounds nodes replayed, so plans do not depend on the machine's speed.

@@ -9,6 +9,7 @@ from gcsolve.solvers.blocks import Blocks
 from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.retention import Retention
+from gcsolve.solvers.revolve import Revolve
 from gcsolve.solvers.store_all import StoreAll
 from gcsolve.solvers.uniform import Uniform, UniformSqrt
 
@@ -21,6 +22,7 @@ _SOLVERS: tuple[Solver, ...] = (
     Blocks(),
     Chen(),
     Greedy(),
+    Revolve(),
 )
 SOLVERS: dict[str, Solver] = {s.name: s for s in _SOLVERS}
 
