@@ -231,7 +231,7 @@ class _Lowering:
         if random and rerunnable:
             state = self._add_rng_state(node)
             reads = tuple(sorted((*reads, state)))
-        reads_mutated = any(storage_key(t) in mutated for a in args for t in tensors_of(a))
+        reads_mutated = any(storage_key(t) in mutated for a in what_decides(node) for t in tensors_of(a))
         at = len(self.nodes)
         outputs: list[int] = []
         for t in made:
@@ -334,6 +334,22 @@ def _switched_off(node: fx.Node) -> bool:
             value = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return isinstance(value, (int, float)) and value == 0
     return False
+
+
+# In training these normalize by the batch alone; the running statistics only go into the new running statistics, and
+# those of a rerun are dropped. So a rerun gives the same values although the buffers have moved on since.
+_BATCH_NORMS = ("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional")
+
+
+def what_decides(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a rerun's values depend on: all of them, but for the running statistics of a training BatchNorm."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.name.split("::")[-1] not in _BATCH_NORMS:
+        return node.all_input_nodes
+    named = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    if named.get("training") is False:
+        return node.all_input_nodes
+    return [v for name, v in named.items() if isinstance(v, fx.Node) and not name.startswith("running_")]
 
 
 def may_rerun(node: fx.Node) -> bool:

@@ -127,7 +127,7 @@ def _writes(name: str) -> bool:
 
 def _tell_model_libraries(known: KnownValues) -> list[tuple[Any, str, Any]]:
     """transformers does not look at a fake tensor at all; let it look at those whose value is known."""
-    module = sys.modules.get("transformers.utils.import_utils")
+    module: Any = sys.modules.get("transformers.utils.import_utils")
     original = getattr(module, "is_fake_tensor", None)
     if original is None:
         return []

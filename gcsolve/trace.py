@@ -133,7 +133,7 @@ def trace(
         except GcsolveError:
             raise
         except Exception as error:
-            raise _worded(error, model) from error
+            raise _worded(error, model, _call_text(model, tensors, template)) from error
     out_template, takes, differentiable = flat.record.last
     if not any(takes):
         raise TraceError(
@@ -240,7 +240,21 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_STDLIB) or "site-packages" in filename
 
 
-def _worded(error: Exception, model: nn.Module) -> TraceError:
+def _call_text(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> str:
+    """The call as the user would write it, shapes for tensors: MLP(float32[8, 32], flip=True)."""
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+    args, kwargs = unflatten(template, [_Shown(text) for text in shown])
+    parts = [*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())]
+    return f"{type(model).__name__}({', '.join(parts)})"
+
+
+class _Shown(str):
+    """Text that prints without quotes."""
+
+    __repr__ = str.__str__
+
+
+def _worded(error: Exception, model: nn.Module, call: str) -> TraceError:
     line = user_line(error)
     at = f" at {line}" if line else ""
     name = type(error).__name__
@@ -249,8 +263,8 @@ def _worded(error: Exception, model: nn.Module) -> TraceError:
             f"{type(model).__name__} branches on a tensor's value{at}: the two ways would need two plans. Replace the branch "
             "by torch.where, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
         )
-    first = (str(error).strip().splitlines() or [""])[0]
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return TraceError(
-        f"{type(model).__name__} could not be traced{at}: {name}: {first}. To plan a part of it: "
+        f"{call} could not be traced{at}: {name}: {first}. To plan a part of the model: "
         "model.part = gcsolve.solve(model.part, ...).module"
     )
