@@ -302,7 +302,9 @@ def _infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget:
     node = problem.graph.nodes[solution.least_node] if solution.least_node is not None else None
     least, at = solution.least_bytes, node.where() if node else "an op"
     asked = f"budget {size_text(problem.budget_bytes)} cannot be met by {solution.solver}"
-    if solution.status is Status.TIME_LIMIT and least is None:
+    if solution.status is Status.UNSUITED:
+        text = f"{asked}: it does not take a graph of {len(problem.graph.nodes)} ops; use solver='auto'"
+    elif solution.status is Status.TIME_LIMIT and least is None:
         text = f"{asked} within the time limit; raise time_limit_s or the budget"
     elif least is None:
         text = f"{asked}; gcsolve.minimum_budget gives the least that can"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 
 import pytest
@@ -13,13 +14,38 @@ from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solvers._chain import chain_of, order_of
 from gcsolve.solvers._orders import OrderReplay
-from gcsolve.solvers.base import Status
+from gcsolve.solvers.base import ANY_SCHEDULE, Status
+from gcsolve.solvers.brute_force import BruteForce
+from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.revolve import Revolve, forward_steps, revolve_steps, split
 from tests.graphs import diamond, layered, training_chain, unit_chain
 from tests.oracles import best_cost
 from tests.strategies import orders, problems
 from tests.test_solvers import FITS, check, store_all_peak
+
+
+def random_problem(seed: int, most: int = 9) -> Problem:
+    """A random DAG of 3 to `most` nodes; even seeds: training-shaped; odd: any node may be rerun. The budget lies between
+    one byte below the least that any schedule needs and the store-all peak, more often low than high."""
+    rng = random.Random(seed)
+    n = rng.randint(3, most)
+    edges = {(u, v) for v in range(1, n) for u in rng.sample(range(v), min(v, rng.randint(1, 3)))}
+    edges |= {(v - 1, v) for v in range(1, n) if rng.random() < 0.7}
+    start = None
+    if seed % 2 == 0:
+        start = (n + 1) // 2
+        edges |= {(max(0, start - 1 - k), start + k) for k in range(n - start)}
+    sizes, costs = [rng.randint(1, 9) for _ in range(n)], [rng.randint(0, 9) for _ in range(n)]
+    problem = Problem.from_arrays(costs, sizes, edges, start, budget_bytes=0)
+    least = BruteForce().solve(problem).least_bytes or 0
+    top = store_all_peak(problem)
+    return problem.with_budget(least - 1 + round((top - least + 1) * rng.random() ** 2))
+
+
+def extra(problem: Problem, cost: float) -> float:
+    """Overhead of a schedule of that cost."""
+    return (cost - problem.total_cost) / (problem.total_cost or 1.0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -128,3 +154,50 @@ def test_revolve_on_other_graphs():
     solution = Revolve().solve(blocks.with_budget(round(0.5 * store_all_peak(blocks))))
     check(blocks.with_budget(round(0.5 * store_all_peak(blocks))), solution)
     assert solution.status in FITS
+
+
+# --- brute force -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_brute_force_is_the_other_brute_force(seed: int):
+    problem = random_problem(seed, most=7)
+    best, solution = best_cost(problem), BruteForce().solve(problem, gap=0.0)
+    check(problem, solution)
+    if best is None:
+        assert solution.status is Status.INFEASIBLE
+        assert solution.least_bytes is not None
+        assert solution.least_bytes > problem.budget_bytes
+        assert best_cost(problem.with_budget(solution.least_bytes)) is not None
+        assert best_cost(problem.with_budget(solution.least_bytes - 1)) is None
+    else:
+        assert solution.status is Status.OPTIMAL
+        assert solution.overhead == pytest.approx(extra(problem, best))
+        assert solution.certificate == ANY_SCHEDULE
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_forward=4, max_backward=3))
+def test_brute_force_knows_pins_workspace_and_single_runs(problem: Problem):
+    if len(problem.graph.values) > 9:
+        return
+    best, solution = best_cost(problem), BruteForce().solve(problem, gap=0.0)
+    check(problem, solution)
+    assert (solution.status is Status.INFEASIBLE) == (best is None)
+    if best is not None:
+        assert solution.overhead == pytest.approx(extra(problem, best))
+
+
+def test_brute_force_refuses_what_is_too_large():
+    solution = solve_problem(training_chain(20, 50), "brute_force")
+    assert solution.status is Status.UNSUITED
+    assert "large" in solution.status.value
+    assert solution.schedule is None
+
+
+def test_brute_force_with_fewer_runs_is_never_cheaper():
+    problem = training_chain(6, 9)
+    free = BruteForce().solve(problem, gap=0.0)
+    assert free.overhead == pytest.approx(10 / 12)
+    assert BruteForce(most_runs=5).solve(problem, gap=0.0).overhead == free.overhead
+    assert BruteForce(most_runs=2).solve(problem, gap=0.0).status is Status.INFEASIBLE

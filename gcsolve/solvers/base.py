@@ -19,6 +19,7 @@ class Status(enum.Enum):
     OVER_BUDGET = "over budget: this method's least peak is above the budget; raise the budget or change solver"
     INFEASIBLE = "infeasible: proven that no schedule of this class fits; raise the budget to least_bytes"
     TIME_LIMIT = "time limit: no plan found in time; raise time_limit_s"
+    UNSUITED = "unsuited: this method does not take so large a graph; use solver='auto'"
 
 
 ANY_SCHEDULE = "any schedule in this op order, however often it recomputes"
@@ -26,6 +27,10 @@ ONE_RERUN = (
     "any schedule in this op order that keeps each forward value to its last use or computes it again once, just "
     "before the backward first needs it (values that together take 0.1 % of the budget always kept)"
 )
+ASCENDING = (
+    "any schedule in this op order that, between the first runs of two nodes, reruns each node at most once, in order"
+)
+LIMITED_RUNS = "any such schedule ({0} runs a node at most) in this op order"
 NO_BOUND = "none: this method proves nothing"
 
 ROUNDING = 1e-9
@@ -36,7 +41,7 @@ ROUNDING = 1e-9
 class Solution:
     """What a solver answers.
 
-    `schedule` is None only for INFEASIBLE and TIME_LIMIT. `overhead`: extra cost / cost of running each node once.
+    `schedule` is None only for INFEASIBLE, TIME_LIMIT and UNSUITED. `overhead`: extra cost / cost of running each node once.
     `lower_bound`: no schedule of the class `certificate` has a smaller overhead. `any_bound`: the like for any schedule
     in this op order (0.0 when nothing better is proven). `gap`: (T_plan - T_bound) / T_plan over total cost.
     `least_bytes`: for INFEASIBLE and OVER_BUDGET, the least peak known to be reachable by this method; `least_node`
@@ -103,4 +108,32 @@ def judged(
         solve_s=solve_s,
         least_bytes=replay.peak_bytes if over else None,
         least_node=computes[-1].node if over and computes else None,  # type: ignore[union-attr]
+    )
+
+
+def unanswered(
+    solver: str,
+    status: Status,
+    *,
+    solve_s: float,
+    lower_bound: float = 0.0,
+    certificate: str = NO_BOUND,
+    any_bound: float = 0.0,
+    least_bytes: int | None = None,
+    least_node: int | None = None,
+) -> Solution:
+    """A `Solution` without a schedule."""
+    return Solution(
+        solver=solver,
+        status=status,
+        schedule=None,
+        overhead=0.0,
+        lower_bound=lower_bound,
+        certificate=certificate,
+        any_bound=any_bound,
+        gap=0.0 if status is Status.INFEASIBLE else 1.0,
+        peak_bytes=0,
+        solve_s=solve_s,
+        least_bytes=least_bytes,
+        least_node=least_node,
     )

@@ -6,6 +6,7 @@ from gcsolve.errors import ArgumentError
 from gcsolve.solvers.auto import Auto
 from gcsolve.solvers.base import Solver
 from gcsolve.solvers.blocks import Blocks
+from gcsolve.solvers.brute_force import BruteForce
 from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.retention import Retention
@@ -23,6 +24,7 @@ _SOLVERS: tuple[Solver, ...] = (
     Chen(),
     Greedy(),
     Revolve(),
+    BruteForce(),
 )
 SOLVERS: dict[str, Solver] = {s.name: s for s in _SOLVERS}
 
