@@ -95,7 +95,7 @@ class KnownValues(TorchFunctionMode):
 
         def real(t: torch.Tensor) -> torch.Tensor:
             found.append(t)
-            return self.values.get(t, t)
+            return self.values[t] if t in self.values else t  # noqa: SIM401 -- get() is typed as optional
 
         real_args, real_kwargs = tree_map_only(torch.Tensor, real, (args, kwargs))
         if not ((name in _FACTORIES and not found) or (name in _ARITHMETIC and found and all(map(self.knows, found)))):
