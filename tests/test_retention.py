@@ -113,7 +113,7 @@ def test_a_pinned_output_made_again_counts_once():
 
 def test_what_is_held_for_a_late_rerun_counts_until_then():
     """x (8 B) is kept to make a (4 B) again after the peak at b: a row that lets a come early would save 4 B."""
-    edges = [(0, 1), (1, 2), (2, 3), (1, 4), (3, 4), (0, 5), (4, 5)]
+    edges = [(0, 1), (1, 2), (2, 3), (1, 4), (3, 4), (4, 5)]  # the backward never reads x itself
     bare = Problem.from_arrays([1] * 6, [8, 4, 4, 1, 1, 1], edges, 3, budget_bytes=0)
     nodes = [replace(node, workspace_bytes=10 if i == 3 else 0) for i, node in enumerate(bare.graph.nodes)]
     assert_rows_are_the_memory(replace(bare, graph=replace(bare.graph, nodes=tuple(nodes))), {0, 2})

@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gcsolve.graph import Graph, Node, Value
 from gcsolve.schedule import Compute, Free, Schedule, order_from_kept, schedule_from_order
 from tests.graphs import once_and_pinned, training_chain
 from tests.oracles import droppable, play_kept, with_frees
@@ -33,6 +34,13 @@ def test_nothing_kept_reruns_just_in_time():
 def test_what_cannot_be_made_again_is_kept_listed_or_not():
     graph = once_and_pinned(99).graph
     assert order_from_kept(graph, ()) == (0, 1, 2, 3, 4, 1, 5, 6, 7)
+
+
+def test_a_pinned_value_made_again_after_its_last_reader_is_dropped_at_once():
+    nodes = (Node("f", (), (0, 1)), Node("b", (1,), (2,), rerunnable=False), Node("c", (0, 2), (3,), rerunnable=False))
+    values = (Value("x", 1, 0), Value("y", 1, 0, pinned=True), Value("u", 1, 1), Value("w", 1, 2))
+    lines = list(schedule_from_order(Graph(nodes, values, 1), (0, 1, 0, 2)).lines(Graph(nodes, values, 1)))
+    assert lines == ["run f", "free x", "run b", "free y", "rerun f", "free y", "run c", "free x", "free u", "free w"]
 
 
 def test_runs_order_and_tuples_agree():
