@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from functools import cache
 
 import pytest
@@ -14,22 +15,23 @@ from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solvers._chain import chain_of, order_of
 from gcsolve.solvers._orders import OrderReplay
-from gcsolve.solvers.base import ANY_SCHEDULE, Status
+from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Status
 from gcsolve.solvers.brute_force import BruteForce
+from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.revolve import Revolve, forward_steps, revolve_steps, split
-from tests.graphs import diamond, layered, training_chain, unit_chain
+from tests.graphs import Known, diamond, known, layered, training_chain, unit_chain
 from tests.oracles import best_cost
 from tests.strategies import orders, problems
 from tests.test_solvers import FITS, check, store_all_peak
 
 
 def random_problem(seed: int, most: int = 9) -> Problem:
-    """A random DAG of 3 to `most` nodes; even seeds: training-shaped; odd: any node may be rerun. The budget lies between
-    one byte below the least that any schedule needs and the store-all peak, more often low than high."""
+    """A random DAG of up to `most` nodes; even seeds: training-shaped; odd: any node may be rerun. The budget lies between
+    the least that any schedule needs (at times one byte below) and the store-all peak, more often low than high."""
     rng = random.Random(seed)
-    n = rng.randint(3, most)
+    n = rng.randint(5, most)
     edges = {(u, v) for v in range(1, n) for u in rng.sample(range(v), min(v, rng.randint(1, 3)))}
     edges |= {(v - 1, v) for v in range(1, n) if rng.random() < 0.7}
     start = None
@@ -39,8 +41,8 @@ def random_problem(seed: int, most: int = 9) -> Problem:
     sizes, costs = [rng.randint(1, 9) for _ in range(n)], [rng.randint(0, 9) for _ in range(n)]
     problem = Problem.from_arrays(costs, sizes, edges, start, budget_bytes=0)
     least = BruteForce().solve(problem).least_bytes or 0
-    top = store_all_peak(problem)
-    return problem.with_budget(least - 1 + round((top - least + 1) * rng.random() ** 2))
+    room = store_all_peak(problem) - least
+    return problem.with_budget(least - 1 if rng.random() < 0.1 else least + round(room * rng.random() ** 2))
 
 
 def extra(problem: Problem, cost: float) -> float:
@@ -196,8 +198,79 @@ def test_brute_force_refuses_what_is_too_large():
 
 
 def test_brute_force_with_fewer_runs_is_never_cheaper():
-    problem = training_chain(6, 9)
+    problem = training_chain(4, 9)
     free = BruteForce().solve(problem, gap=0.0)
-    assert free.overhead == pytest.approx(10 / 12)
-    assert BruteForce(most_runs=5).solve(problem, gap=0.0).overhead == free.overhead
+    assert free.overhead == pytest.approx(3 / 8)
+    assert BruteForce(most_runs=4).solve(problem, gap=0.0).overhead == free.overhead
     assert BruteForce(most_runs=2).solve(problem, gap=0.0).status is Status.INFEASIBLE
+
+
+# --- checkmate -------------------------------------------------------------------------------------------------------
+
+RANDOM = range(300)
+
+
+def agree(problem: Problem, exact: Solution, solution: Solution) -> None:
+    """`solution` found what `exact` says is the optimum of its class, or a plan outside the class where that is empty."""
+    check(problem, solution)
+    if exact.status is Status.INFEASIBLE:
+        free = BruteForce().solve(problem, gap=0.0)
+        if free.status is Status.INFEASIBLE:
+            assert solution.status is Status.INFEASIBLE
+        elif solution.schedule is not None:
+            assert solution.overhead >= free.overhead - 1e-9
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.overhead == pytest.approx(exact.overhead, abs=1e-9)
+    assert solution.lower_bound == pytest.approx(exact.overhead, abs=1e-9)
+
+
+@pytest.mark.parametrize("tens", range(len(RANDOM) // 10))
+def test_checkmate_is_brute_force(tens: int):
+    for seed in RANDOM[10 * tens : 10 * tens + 10]:
+        problem = random_problem(seed)
+        agree(problem, BruteForce(ascending=True).solve(problem, gap=0.0), Checkmate().solve(problem, gap=0.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_forward=5, max_backward=4))
+def test_checkmate_knows_pins_workspace_and_single_runs(problem: Problem):
+    if len(problem.graph.values) > 10:
+        return
+    agree(problem, BruteForce(ascending=True).solve(problem, gap=0.0), Checkmate().solve(problem, gap=0.0))
+
+
+@pytest.mark.parametrize("case", known(), ids=lambda case: case.name)
+def test_checkmate_on_every_known_graph(case: Known):
+    solution = Checkmate().solve(case.problem, gap=0.0)
+    if case.any_cost is None:
+        assert solution.status is Status.INFEASIBLE
+    else:
+        assert solution.status is Status.OPTIMAL
+        assert solution.overhead == pytest.approx(extra(case.problem, case.any_cost))
+
+
+def test_more_sweeps_reach_what_one_cannot():
+    tight = random_problem(65)  # with no byte to spare, its reruns must go out of the ops' order
+    assert BruteForce(ascending=True).solve(tight, gap=0.0).status is Status.INFEASIBLE
+    best = BruteForce().solve(tight, gap=0.0)
+    assert Checkmate(sweeps=2).solve(tight, gap=0.0).overhead == pytest.approx(best.overhead)
+
+
+@pytest.mark.parametrize(("steps", "slots"), [(5, 2), (8, 2), (9, 2), (9, 3)])
+def test_checkmate_agrees_with_revolve_on_unit_chains(steps: int, slots: int):
+    problem = unit_chain(steps, slots)
+    solution = Checkmate().solve(problem, gap=0.0)
+    assert solution.status is Status.OPTIMAL
+    assert forward_runs(problem, solution.schedule.order()) == steps_needed(steps, slots)
+
+
+def test_checkmate_out_of_time_says_so():
+    problem = training_chain(40, 0, size=16)
+    problem = problem.with_budget(round(0.3 * store_all_peak(problem)))
+    started = time.perf_counter()
+    solution = Checkmate().solve(problem, time_limit_s=2.0, gap=0.0)
+    assert time.perf_counter() - started < 3.5
+    check(problem, solution)
+    assert solution.status in (Status.FEASIBLE, Status.OPTIMAL, Status.TIME_LIMIT)
+    assert Checkmate(most_nodes=10).solve(problem).status is Status.UNSUITED

@@ -87,7 +87,7 @@ def test_every_solver_on_every_known_graph(name: str, case: Known):
 def test_every_solver_on_repeated_blocks(name: str, share: float):
     problem = layered(6, 0)
     problem = problem.with_budget(round(share * store_all_peak(problem)))
-    solution = solve_problem(problem, name)
+    solution = solve_problem(problem, name, time_limit_s=60.0 if name in QUICK else 3.0)
     check(problem, solution)
     auto = solve_problem(problem)
     assert auto.status in FITS

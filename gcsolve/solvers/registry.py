@@ -7,6 +7,7 @@ from gcsolve.solvers.auto import Auto
 from gcsolve.solvers.base import Solver
 from gcsolve.solvers.blocks import Blocks
 from gcsolve.solvers.brute_force import BruteForce
+from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.retention import Retention
@@ -24,6 +25,7 @@ _SOLVERS: tuple[Solver, ...] = (
     Chen(),
     Greedy(),
     Revolve(),
+    Checkmate(),
     BruteForce(),
 )
 SOLVERS: dict[str, Solver] = {s.name: s for s in _SOLVERS}
