@@ -116,7 +116,7 @@ def others(plan: Any) -> dict[str, float | None]:
     for name in gcsolve.solvers():
         if name == "auto":
             continue
-        solution = gcsolve.solve_problem(plan.problem, name)
+        solution = gcsolve.solve_problem(plan.problem, name, time_limit_s=10)
         fits = solution.schedule is not None and solution.peak_bytes <= plan.budget_bytes
         found[name] = solution.overhead if fits else None
     return found

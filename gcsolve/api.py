@@ -219,9 +219,15 @@ class _Session:
         return self.plan(allowed, solver, time_limit_s, gap, progress)
 
     def minimum(self, time_limit_s: float = 60.0) -> MinimumBudget:
-        found = minimum_peak(self.made.costed.problem, time_limit_s)
-        node = self.made.costed.problem.graph.nodes[found.node]
-        return MinimumBudget(found.bytes, found.lower_bytes, f"{node.name} ({node.op})", node.module, node.source)
+        problem = self.made.costed.problem
+        found = minimum_peak(problem, time_limit_s)
+        node = problem.graph.nodes[found.node]
+        floor, _ = peak_floor(problem)
+        lowest = solve_problem(problem.with_budget(floor), "greedy", time_limit_s=time_limit_s).peak_bytes
+        op = f"{node.name} ({node.op})"
+        return MinimumBudget(
+            found.bytes, found.lower_bytes, min(found.bytes, lowest), floor, op, node.module, node.source
+        )
 
     def verify(self, plan: Plan, **options: Any) -> VerifyReport:
         return verify(plan, self.model, self.args, self.kwargs, self.settings.loss, self.settings.optimizer, **options)
@@ -229,13 +235,17 @@ class _Session:
 
 @dataclass(frozen=True)
 class MinimumBudget:
-    """The least budget for which a plan that reruns each value at most once exists.
+    """How low a budget can go, in bytes.
 
-    `bytes`: reached by a plan; `lower_bytes`: proven, none is below it; `op`, `module`, `source`: what sets it.
+    `bytes`: least peak of a plan that reruns each value at most once; none of them is below `lower_bytes` (proven).
+    `any_bytes`: least peak found with any number of reruns (`solve` reaches it too, at more overhead); no schedule at all
+    is below `floor_bytes` (proven). `op`, `module`, `source`: what sets `bytes`.
     """
 
     bytes: int
     lower_bytes: int
+    any_bytes: int
+    floor_bytes: int
     op: str
     module: str
     source: str
@@ -253,7 +263,7 @@ def minimum_budget(
     time_limit_s: float = 60.0,
     grad_outputs: str = "auto",
 ) -> MinimumBudget:
-    """The least budget that `solve` can meet, and the op that sets it. Arguments and errors as for `solve`."""
+    """How low a budget `solve` can meet, and the op that sets it. Arguments and errors as for `solve`."""
     _check_limits(time_limit_s, 0.0)
     args, kwargs = parse_example(example_input)
     settings = _Settings.checked(

@@ -163,9 +163,11 @@ def test_an_infeasible_budget_names_the_least_that_can_be_met_and_what_sets_it()
     least = gcsolve.minimum_budget(model, x)
     plan = gcsolve.solve(model, x, budget=f"{least.bytes}B")
     assert plan.peak_bytes <= least.bytes
-    assert least.lower_bytes <= least.bytes
+    assert least.floor_bytes <= min(least.lower_bytes, least.any_bytes)
+    assert max(least.lower_bytes, least.any_bytes) <= least.bytes
+    assert gcsolve.solve(model, x, budget=f"{least.any_bytes}B").peak_bytes <= least.any_bytes
     with pytest.raises(InfeasibleBudget) as caught:
-        gcsolve.solve(model, x, budget=f"{least.lower_bytes - 1}B")
+        gcsolve.solve(model, x, budget=f"{least.floor_bytes - 1}B")
     error = caught.value
     assert error.least_bytes is not None
     assert error.least_bytes <= least.bytes * 1.01

@@ -92,6 +92,19 @@ def test_trains_bitwise_like_the_untouched_model(name: str) -> None:
     assert_trains_the_same(make(), example())
 
 
+def test_values_rerun_more_than_once() -> None:
+    """Below what one rerun a value can reach, plans rerun more often, and still train the same."""
+    torch.manual_seed(0)
+    model, x = models.MLP(12, 64), _x(512, 64)
+    first = gcsolve.solve(model, x, budget=1.0)
+    least = first.minimum_budget()
+    assert least.any_bytes < least.bytes
+    plan = first.at(budget=f"{least.any_bytes}B")
+    assert max(plan.schedule.runs(plan.problem.graph)) > 2
+    expected = train(copy.deepcopy(model), x)
+    assert_same(expected, train(plan.module, x))
+
+
 def test_a_tight_budget_really_recomputes() -> None:
     torch.manual_seed(0)
     plans = assert_trains_the_same(models.MLP(6, 64), _x(256, 64))
