@@ -20,7 +20,7 @@ from gcsolve._torch import storage_key
 from gcsolve.errors import TraceError
 from gcsolve.graph import Graph, Node, Value
 from gcsolve.joint import Joint
-from gcsolve.trace import PREFIX, Trace, is_user_file
+from gcsolve.trace import PREFIX, Trace, is_user_file, shown_path
 
 _DROPPED = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default"}
 
@@ -383,5 +383,5 @@ def source_line(node: fx.Node) -> str:
         if line.startswith('File "'):
             filename, _, rest = line[6:].partition('", line ')
             if is_user_file(filename):
-                found = f"{filename}:{rest.split(',')[0]}"
+                found = f"{shown_path(filename)}:{rest.split(',')[0]}"
     return found

@@ -223,7 +223,7 @@ def user_line(error: BaseException) -> str:
         seen.add(id(current))
         for frame in reversed(traceback.extract_tb(current.__traceback__)):
             if is_user_file(frame.filename):
-                return f"{frame.filename}:{frame.lineno}"
+                return f"{shown_path(frame.filename)}:{frame.lineno}"
         current = current.__cause__ or current.__context__
     return ""
 
@@ -231,6 +231,15 @@ def user_line(error: BaseException) -> str:
 _TORCH = str(Path(str(torch.__file__)).parent)
 _OWN = str(Path(__file__).parent)
 _STDLIB = str(Path(str(random.__file__)).parent)
+
+
+def shown_path(filename: str) -> str:
+    """A source file as people know it: below site-packages, below the working directory, or in full."""
+    _, found, installed = filename.rpartition("site-packages/")
+    if found:
+        return installed
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
 
 
 def is_user_file(filename: str) -> bool:
