@@ -21,6 +21,7 @@ from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.revolve import Revolve, forward_steps, revolve_steps, split
+from gcsolve.solvers.rotor import Rotor
 from tests.graphs import Known, diamond, known, layered, training_chain, unit_chain
 from tests.oracles import best_cost
 from tests.strategies import orders, problems
@@ -274,3 +275,50 @@ def test_checkmate_out_of_time_says_so():
     check(problem, solution)
     assert solution.status in (Status.FEASIBLE, Status.OPTIMAL, Status.TIME_LIMIT)
     assert Checkmate(most_nodes=10).solve(problem).status is Status.UNSUITED
+
+
+# --- rotor -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("budget", "cost"), [(25, 12), (24, 13), (13, 15), (9, 22)])
+def test_rotor_is_optimal_on_the_chain_of_the_known_graphs(budget: int, cost: int):
+    solution = Rotor().solve(training_chain(6, budget))
+    assert solution.status in FITS
+    assert solution.overhead == pytest.approx(cost / 12 - 1)
+
+
+def test_rotor_weighs_unequal_segments():
+    # a dear small value and a cheap large one; only one of the two need go
+    edges = [(0, 1), (1, 2), (2, 3), (2, 4), (3, 4), (1, 5), (4, 5), (0, 6), (5, 6)]
+    problem = Problem.from_arrays([9, 1, 1, 1, 1, 1, 1], [2, 8, 2, 2, 1, 1, 1], edges, 3, budget_bytes=13)
+    solution = Rotor().solve(problem)
+    check(problem, solution)
+    assert solution.overhead == pytest.approx(BruteForce().solve(problem, gap=0.0).overhead)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.35])
+def test_rotor_beats_equal_segments_on_repeated_blocks(share: float):
+    problem = layered(8, 0)
+    problem = problem.with_budget(round(share * store_all_peak(problem)))
+    solution = Rotor().solve(problem)
+    check(problem, solution)
+    assert solution.status in FITS
+    assert solution.overhead <= solve_problem(problem, "uniform").overhead
+
+
+def test_rotor_merges_segments_of_long_chains():
+    problem = training_chain(400, 0, size=16)
+    problem = problem.with_budget(round(0.3 * store_all_peak(problem)))
+    solution = Rotor().solve(problem, time_limit_s=10)
+    check(problem, solution)
+    assert solution.status in FITS
+
+
+def test_a_chain_keeps_what_another_segment_reads():
+    # f0 -> f1 -> f2; the backward of f2 also reads f0, past the cut after f1
+    edges = [(0, 1), (1, 2), (0, 3), (2, 3), (1, 4), (3, 4)]
+    chain = chain_of(Problem.from_arrays([1] * 5, [4] * 5, edges, 3, budget_bytes=0).graph)
+    assert [s.nodes for s in chain.segments] == [(0,), (1,), (2,), ()]
+    assert [s.backward for s in chain.segments] == [(), (), (3, 4), ()]
+    assert 0 in chain.always
+    assert chain.segments[2].tape == (2,)

@@ -12,6 +12,7 @@ from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.retention import Retention
 from gcsolve.solvers.revolve import Revolve
+from gcsolve.solvers.rotor import Rotor
 from gcsolve.solvers.store_all import StoreAll
 from gcsolve.solvers.uniform import Uniform, UniformSqrt
 
@@ -25,6 +26,7 @@ _SOLVERS: tuple[Solver, ...] = (
     Chen(),
     Greedy(),
     Revolve(),
+    Rotor(),
     Checkmate(),
     BruteForce(),
 )
