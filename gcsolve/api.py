@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import sys
 import time
@@ -52,12 +54,29 @@ class _Settings:
             raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
         if loss is not None and not callable(loss):
             raise ArgumentError(f"loss={loss!r} is not callable; pass a function of the model's output, or None")
+        for name in _captured_tensors(loss):
+            raise ArgumentError(
+                f"loss uses the tensor {name}, which would be the same in every step; make it an input of the model: wrap "
+                "the model in a module that takes it and returns the loss, or compute the loss outside (loss=None)"
+            )
         if scope not in ("step", "activations"):
             raise ArgumentError(f'scope={scope!r} is not known; known scopes: "step", "activations"')
         if grad_outputs not in ("auto", "all"):
             raise ArgumentError(f'grad_outputs={grad_outputs!r} is not known; known: "auto", "all"')
         spec = get_device(_device_of(model) if device is None else device)
         return cls(loss, optimizer, scope, spec, get_cost(cost, spec), grad_outputs == "all")
+
+
+def _captured_tensors(loss: Any) -> list[str]:
+    """Names of the tensors a loss function carries with it: closed over, global, bound by default or by partial."""
+    if isinstance(loss, functools.partial):
+        bound = {**{f"argument {i}": v for i, v in enumerate(loss.args)}, **loss.keywords}
+        return [k for k, v in bound.items() if isinstance(v, torch.Tensor)] + _captured_tensors(loss.func)
+    if not inspect.isfunction(loss):
+        return []
+    seen = inspect.getclosurevars(loss)
+    defaults = {f"default {i}": v for i, v in enumerate(loss.__defaults__ or ())} | dict(loss.__kwdefaults__ or {})
+    return [k for k, v in {**seen.globals, **seen.nonlocals, **defaults}.items() if isinstance(v, torch.Tensor)]
 
 
 def _device_of(model: nn.Module) -> str:

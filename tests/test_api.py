@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -70,6 +71,19 @@ def test_bad_arguments_name_themselves(name: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         gcsolve.solve(model, _x(8, 32), **keywords)
     _assert_untouched(model, before)
+
+
+def test_a_loss_that_carries_a_tensor_is_refused() -> None:
+    model, x, target = models.MLP(), _x(8, 32), _x(8, 32)
+    losses = (
+        lambda y: (y - target).square().mean(),
+        lambda y, t=target: (y - t).square().mean(),
+        functools.partial(nn.functional.mse_loss, target=target),
+    )
+    for loss in losses:
+        with pytest.raises(ArgumentError, match="make it an input of the model"):
+            gcsolve.solve(model, x, budget=1.0, loss=loss)
+    assert gcsolve.solve(model, x, budget=1.0, loss=lambda y: y.square().mean()).overhead == 0.0
 
 
 def test_unknown_keyword_is_a_type_error() -> None:
