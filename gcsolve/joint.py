@@ -160,7 +160,17 @@ def _described(captured: Any, exported: nn.Module) -> Joint:
             continue
         n_forward += 1
         if isinstance(what, aot_descriptors.InputMutationAOTOutput):
-            mutations.append((at, descriptions.index(what.mutated_input)))
+            changed = descriptions.index(what.mutated_input)
+            if (
+                metadata.input_info[changed].requires_grad
+                and not metadata.input_info[changed].mutations_hidden_from_autograd
+            ):
+                name = inputs[changed][1]
+                raise TraceError(
+                    f"forward changes {inputs[changed][0]} {name} in place, and it needs a gradient; gcsolve cannot hand "
+                    "autograd both contents. Work on a clone of it in forward"
+                )
+            mutations.append((at, changed))
         elif isinstance(what, aot_descriptors.IntermediateBaseAOTOutput):
             bases.append(at)
         elif not isinstance(what, aot_descriptors.PlainAOTOutput):

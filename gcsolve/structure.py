@@ -165,10 +165,15 @@ def _value_key(value: Any) -> Any:
         return (type(value), tuple((str(key), _value_key(child)) for key, child in items))
     if isinstance(value, float):
         return (float, value.hex())
+    if isinstance(value, (set, frozenset)):
+        return (type(value), frozenset(_value_key(item) for item in value))
     try:
         hash(value)
-    except TypeError:
-        return (type(value), id(value))
+    except TypeError as error:
+        raise ArgumentError(
+            f"an argument of type {type(value).__name__} is neither a tensor, a container nor hashable: gcsolve could not "
+            "tell whether it changed between two calls. Pass it as a tensor"
+        ) from error
     return (type(value), value)
 
 

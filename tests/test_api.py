@@ -86,6 +86,33 @@ def test_a_loss_that_carries_a_tensor_is_refused() -> None:
     assert gcsolve.solve(model, x, budget=1.0, loss=lambda y: y.square().mean()).overhead == 0.0
 
 
+def test_an_argument_that_cannot_be_compared_is_refused() -> None:
+    import numpy
+
+    class Scaled(models.MLP):
+        def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            return super().forward(x) * float(scale[0])
+
+    with pytest.raises(ArgumentError, match="ndarray"):
+        gcsolve.solve(Scaled(), (_x(8, 32), numpy.ones(1)), budget=1.0)
+
+
+def test_an_input_changed_in_place_that_needs_a_gradient_is_refused() -> None:
+    class Changes(models.MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 1
+            x.mul_(2)
+            return super().forward(y)
+
+    x = _x(8, 32)
+    plain, plan = x.clone(), gcsolve.solve(Changes(), x, budget=1.0)
+    plan.module(x)
+    assert torch.equal(x, plain * 2)  # once, and not by planning
+    y = _x(8, 32).requires_grad_() * 1
+    with pytest.raises(TraceError, match="in.place"):
+        gcsolve.solve(Changes(), y, budget=1.0)
+
+
 def test_unknown_keyword_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="budgets"):
         gcsolve.solve(models.MLP(), _x(8, 32), budgets=1)  # type: ignore[call-arg]
