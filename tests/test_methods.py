@@ -20,6 +20,7 @@ from gcsolve.solvers.brute_force import BruteForce
 from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.greedy import Greedy
+from gcsolve.solvers.knapsack import Knapsack, fill
 from gcsolve.solvers.revolve import Revolve, forward_steps, revolve_steps, split
 from gcsolve.solvers.rotor import Rotor
 from tests.graphs import Known, diamond, known, layered, training_chain, unit_chain
@@ -322,3 +323,32 @@ def test_a_chain_keeps_what_another_segment_reads():
     assert [s.backward for s in chain.segments] == [(), (), (3, 4), ()]
     assert 0 in chain.always
     assert chain.segments[2].tape == (2,)
+
+
+# --- knapsack --------------------------------------------------------------------------------------------------------
+
+
+def test_knapsack_saves_what_is_dearest_for_its_bytes():
+    problem = training_chain(6, 13)  # six values of 4 bytes, as dear as each other: half of the peak is half of them
+    assert Knapsack(share=0.5).solve(problem).overhead == pytest.approx(3 / 12)
+    assert Knapsack(share=1.0).solve(problem).overhead == 0.0
+    uneven = Problem(problem.graph, (1, 5, 1, 5, 1, 5, *[1] * 6), 13)
+    runs = Knapsack(share=0.5).solve(uneven).schedule.runs(problem.graph)
+    assert runs[:6] == (2, 1, 2, 1, 2, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=7), st.integers(0, 30))
+def test_the_knapsack_is_the_best_of_all_subsets(items: list[tuple[int, int]], capacity: int):
+    sizes, gains = [size for size, _ in items], [float(gain) for _, gain in items]
+    chosen = fill(sizes, gains, capacity)
+    assert sum(sizes[k] for k in chosen) <= capacity
+    subsets = [[k for k in range(len(items)) if bits >> k & 1] for bits in range(1 << len(items))]
+    best = max(sum(gains[k] for k in s) for s in subsets if sum(sizes[k] for k in s) <= capacity)
+    assert sum(gains[k] for k in chosen) == best
+
+
+def test_knapsack_counts_no_peak():
+    over = Knapsack().solve(training_chain(8, 12))
+    assert over.status is Status.OVER_BUDGET
+    assert over.peak_bytes > 12

@@ -27,7 +27,7 @@ from tests.oracles import best_cost, best_kept_cost, slow_simulate
 from tests.strategies import problems
 
 FITS = (Status.OPTIMAL, Status.FEASIBLE)
-ONCE = ("retention", "store_all", "uniform", "uniform_sqrt", "blocks", "chen")
+ONCE = ("retention", "store_all", "uniform", "uniform_sqrt", "blocks", "chen", "knapsack")
 """Methods that rerun a value at most once; the others may go below what these reach. `test_methods.py` has more."""
 QUICK = tuple(name for name in solvers() if name not in ("checkmate", "moccasin", "brute_force"))
 

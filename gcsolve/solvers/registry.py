@@ -10,6 +10,7 @@ from gcsolve.solvers.brute_force import BruteForce
 from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
+from gcsolve.solvers.knapsack import Knapsack
 from gcsolve.solvers.retention import Retention
 from gcsolve.solvers.revolve import Revolve
 from gcsolve.solvers.rotor import Rotor
@@ -27,6 +28,7 @@ _SOLVERS: tuple[Solver, ...] = (
     Greedy(),
     Revolve(),
     Rotor(),
+    Knapsack(),
     Checkmate(),
     BruteForce(),
 )
