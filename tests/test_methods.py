@@ -21,12 +21,13 @@ from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.knapsack import Knapsack, fill
+from gcsolve.solvers.moccasin import Moccasin
 from gcsolve.solvers.revolve import Revolve, forward_steps, revolve_steps, split
 from gcsolve.solvers.rotor import Rotor
 from tests.graphs import Known, diamond, known, layered, training_chain, unit_chain
 from tests.oracles import best_cost
 from tests.strategies import orders, problems
-from tests.test_solvers import FITS, check, store_all_peak
+from tests.test_solvers import FITS, QUICK, check, store_all_peak
 
 
 def random_problem(seed: int, most: int = 9) -> Problem:
@@ -212,10 +213,14 @@ def test_brute_force_with_fewer_runs_is_never_cheaper():
 RANDOM = range(300)
 
 
-def agree(problem: Problem, exact: Solution, solution: Solution) -> None:
-    """`solution` found what `exact` says is the optimum of its class, or a plan outside the class where that is empty."""
+def agree(problem: Problem, exact: Solution, solution: Solution, outside: bool = False) -> None:
+    """`solution` found what `exact` says is the optimum of its class, or (`outside`) a plan of no class where that is
+    empty."""
     check(problem, solution)
     if exact.status is Status.INFEASIBLE:
+        if not outside:
+            assert solution.status is Status.INFEASIBLE
+            return
         free = BruteForce().solve(problem, gap=0.0)
         if free.status is Status.INFEASIBLE:
             assert solution.status is Status.INFEASIBLE
@@ -231,7 +236,7 @@ def agree(problem: Problem, exact: Solution, solution: Solution) -> None:
 def test_checkmate_is_brute_force(tens: int):
     for seed in RANDOM[10 * tens : 10 * tens + 10]:
         problem = random_problem(seed)
-        agree(problem, BruteForce(ascending=True).solve(problem, gap=0.0), Checkmate().solve(problem, gap=0.0))
+        agree(problem, BruteForce(ascending=True).solve(problem, gap=0.0), Checkmate().solve(problem, gap=0.0), True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -239,7 +244,7 @@ def test_checkmate_is_brute_force(tens: int):
 def test_checkmate_knows_pins_workspace_and_single_runs(problem: Problem):
     if len(problem.graph.values) > 10:
         return
-    agree(problem, BruteForce(ascending=True).solve(problem, gap=0.0), Checkmate().solve(problem, gap=0.0))
+    agree(problem, BruteForce(ascending=True).solve(problem, gap=0.0), Checkmate().solve(problem, gap=0.0), True)
 
 
 @pytest.mark.parametrize("case", known(), ids=lambda case: case.name)
@@ -352,3 +357,63 @@ def test_knapsack_counts_no_peak():
     over = Knapsack().solve(training_chain(8, 12))
     assert over.status is Status.OVER_BUDGET
     assert over.peak_bytes > 12
+
+
+# --- moccasin --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tens", range(len(RANDOM) // 10))
+def test_moccasin_is_brute_force_with_so_many_runs(tens: int):
+    for seed in RANDOM[10 * tens : 10 * tens + 10]:
+        problem, runs = random_problem(seed), 3 if seed % 5 == 0 else 2
+        exact = BruteForce(ascending=True, most_runs=runs).solve(problem, gap=0.0)
+        agree(problem, exact, Moccasin(intervals=runs).solve(problem, gap=0.0))
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(max_forward=4, max_backward=4))
+def test_moccasin_knows_pins_workspace_and_single_runs(problem: Problem):
+    if len(problem.graph.values) > 9:
+        return
+    exact = BruteForce(ascending=True, most_runs=2).solve(problem, gap=0.0)
+    agree(problem, exact, Moccasin().solve(problem, gap=0.0))
+
+
+def test_more_intervals_reach_lower_budgets():
+    problem = training_chain(6, 9)
+    assert Moccasin(intervals=2).solve(problem).status is Status.INFEASIBLE
+    solution = Moccasin(intervals=6).solve(problem, gap=0.0)
+    assert solution.overhead == pytest.approx(10 / 12)
+
+
+def test_moccasin_out_of_time_keeps_the_warm_start():
+    problem = layered(12, 0)
+    problem = problem.with_budget(round(0.5 * store_all_peak(problem)))
+    started = time.perf_counter()
+    solution = Moccasin().solve(problem, time_limit_s=1.0, gap=0.0)
+    assert time.perf_counter() - started < 2.5
+    check(problem, solution)
+    assert solution.status in FITS
+    assert solution.overhead <= Greedy().solve(problem).overhead + 1e-12
+    assert Moccasin(most_nodes=10).solve(problem).status is Status.UNSUITED
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tens", range(len(RANDOM) // 10))
+def test_no_method_beats_brute_force(tens: int):
+    for seed in RANDOM[10 * tens : 10 * tens + 10]:
+        problem = random_problem(seed)
+        best = BruteForce().solve(problem, gap=0.0)
+        for name in QUICK:
+            solution = solve_problem(problem, name, gap=0.0)
+            check(problem, solution)
+            if best.status is Status.INFEASIBLE:
+                assert solution.status not in FITS
+                continue
+            assert solution.any_bound <= best.overhead + 1e-9
+            if solution.certificate == ANY_SCHEDULE:
+                assert solution.lower_bound <= best.overhead + 1e-9
+            if solution.status in FITS:
+                assert solution.overhead >= best.overhead - 1e-9

@@ -30,7 +30,8 @@ ONE_RERUN = (
 ASCENDING = (
     "any schedule in this op order that, between the first runs of two nodes, reruns each node at most once, in order"
 )
-LIMITED_RUNS = "any such schedule ({0} runs a node at most) in this op order"
+LIMITED_RUNS = ", and runs it no more than {0} times in all"
+"""Added to one of the classes above."""
 NO_BOUND = "none: this method proves nothing"
 
 ROUNDING = 1e-9

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gcsolve.problem import Problem
@@ -52,9 +52,9 @@ class BruteForce:
             LIMITED_RUNS.format(self.most_runs) if self.most_runs else ASCENDING if self.ascending else ANY_SCHEDULE
         )
         try:
-            schedule = _Search(problem, self, deadline).cheapest()
+            schedule = self._cheapest(problem, deadline)
             if schedule is None:
-                least = _Search(problem, self, deadline).lowest()
+                least = _Search(problem, self, deadline).lowest()  # of the class
                 replay = simulate(problem, least)
                 node = least.actions[replay.peak_action]
                 return unanswered(
@@ -77,6 +77,13 @@ class BruteForce:
             certificate=class_,
             any_bound=simulate(problem, schedule).overhead if class_ == ANY_SCHEDULE else 0.0,
         )
+
+    def _cheapest(self, problem: Problem, deadline: float) -> Schedule | None:
+        """The schedule of least cost; a limit on runs is tried only where it matters."""
+        free = _Search(problem, replace(self, most_runs=None), deadline).cheapest()
+        if free is None or self.most_runs is None or max(free.runs(problem.graph), default=1) <= self.most_runs:
+            return free
+        return _Search(problem, self, deadline).cheapest()
 
 
 class _Search:

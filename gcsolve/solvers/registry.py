@@ -11,6 +11,7 @@ from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.knapsack import Knapsack
+from gcsolve.solvers.moccasin import Moccasin
 from gcsolve.solvers.retention import Retention
 from gcsolve.solvers.revolve import Revolve
 from gcsolve.solvers.rotor import Rotor
@@ -30,6 +31,7 @@ _SOLVERS: tuple[Solver, ...] = (
     Rotor(),
     Knapsack(),
     Checkmate(),
+    Moccasin(),
     BruteForce(),
 )
 SOLVERS: dict[str, Solver] = {s.name: s for s in _SOLVERS}
