@@ -1,7 +1,8 @@
 """`retention` beside the cheap methods: its overhead is never above theirs at the same budget.
 
-`greedy` reruns a value as often as it pays, so it also finds plans below what one rerun a value can reach; the bound that
-such a plan is held against is the one for any schedule.
+`greedy` reruns a value as often as it pays, so it also finds plans below what one rerun a value can reach. Where the bound
+for any schedule still leaves more than the asked gap and the graph is small, `checkmate` gets a few seconds (that plan may
+then depend on how far it came).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ClassVar
 from gcsolve.problem import Problem
 from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Solver, judged
 from gcsolve.solvers.blocks import Blocks
+from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.minimum import peak_floor
@@ -24,28 +26,47 @@ from gcsolve.solvers.uniform import Uniform, UniformSqrt
 CHEAP: tuple[Solver, ...] = (StoreAll(), Uniform(), UniformSqrt(), Blocks(), Chen(), Greedy())
 
 
+FINER_S = 5.0
+"""Seconds at most for `checkmate`, where the bound for any schedule leaves room and the graph is small enough for it."""
+
+
 @dataclass(frozen=True)
 class Auto:
     name: ClassVar[str] = "auto"
 
     def solve(self, problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.005) -> Solution:
         started = time.perf_counter()
+
+        def left() -> float:
+            return max(0.1, time_limit_s - (time.perf_counter() - started))
+
         found = [s.solve(problem, time_limit_s=time_limit_s, gap=gap) for s in CHEAP]
-        left = max(0.1, time_limit_s - (time.perf_counter() - started))
-        solved = Retention().solve(problem, time_limit_s=left, gap=gap)
-        fitting = [s for s in found if s.schedule is not None and s.peak_bytes <= problem.budget_bytes]
-        cheapest = min(fitting, key=lambda s: (s.overhead, s.peak_bytes), default=None)
-        if cheapest is None:
-            solved = _with_least(solved, found, problem)
-        elif solved.schedule is None or cheapest.overhead < solved.overhead:
-            solved = _with_bounds(cheapest, solved, problem, gap)
+        best = min((s for s in found if _fits(s, problem)), key=_rank, default=None)
+        proven = Retention(find_least=best is None).solve(problem, time_limit_s=left(), gap=gap)
+        if _fits(proven, problem) and (best is None or proven.overhead <= best.overhead):
+            best = proven
+        if best is None:
+            return replace(_with_least(proven, found, problem), solver=self.name, solve_s=time.perf_counter() - started)
+        if best.overhead - proven.any_bound > gap * (1.0 + best.overhead):
+            finer = Checkmate().solve(problem, time_limit_s=min(FINER_S, left() / 2), gap=gap)
+            best = min((s for s in (best, finer) if _fits(s, problem)), key=_rank)
+        solved = best if best is proven else _with_bounds(best, proven, problem, gap)
         return replace(solved, solver=self.name, solve_s=time.perf_counter() - started)
 
 
+def _fits(solution: Solution, problem: Problem) -> bool:
+    return solution.schedule is not None and solution.peak_bytes <= problem.budget_bytes
+
+
+def _rank(solution: Solution) -> tuple[float, int]:
+    return solution.overhead, solution.peak_bytes
+
+
 def _with_bounds(plan: Solution, proven: Solution, problem: Problem, gap: float) -> Solution:
-    """`plan` with what `retention` proved; a bound for one rerun a value says nothing of a plan that reruns more."""
+    """`plan` with what `retention` proved: where one rerun a value fits, the bound for that class (which a plan with more
+    reruns may beat), and always the bound for any schedule."""
     assert plan.schedule is not None
-    one_rerun = max(plan.schedule.runs(problem.graph)) <= 2 and proven.schedule is not None
+    one_rerun = proven.schedule is not None
     return judged(
         plan.solver,
         problem,

@@ -66,7 +66,10 @@ TINY_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class Retention:
+    """`find_least`: when nothing fits, spend what is left of the time on finding the least budget that would."""
+
     name: ClassVar[str] = "retention"
+    find_least: bool = True
 
     def solve(self, problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.005) -> Solution:
         started = time.perf_counter()
@@ -77,14 +80,33 @@ class Retention:
             return _answer(self.name, problem, everything, 0.0, 0.0, started, gap)
         floor_bytes, _ = peak_floor(problem)
         if floor_bytes > problem.budget_bytes:
-            return _infeasible(self.name, problem, started, time_limit_s)
+            return self._infeasible(problem, started, time_limit_s, 0.0)
         search = _Search(replay, problem.budget_bytes, gap, started + 0.9 * time_limit_s)
         proven_infeasible = search.run()
         if search.best is None:
             if proven_infeasible:
-                return _infeasible(self.name, problem, started, time_limit_s)
+                return self._infeasible(problem, started, time_limit_s, search.any_bound)
             return _no_plan(self.name, search, started)
         return _answer(self.name, problem, search.best, search.bound, search.any_bound, started, gap)
+
+    def _infeasible(self, problem: Problem, started: float, time_limit_s: float, any_bound: float) -> Solution:
+        """Nothing fits: say what would."""
+        left = max(1.0, started + time_limit_s - time.perf_counter())
+        least = minimum_peak(problem, time_limit_s=left) if self.find_least else None
+        return Solution(
+            solver=self.name,
+            status=Status.INFEASIBLE,
+            schedule=None,
+            overhead=0.0,
+            lower_bound=0.0,
+            certificate=ONE_RERUN,
+            any_bound=any_bound,
+            gap=0.0,
+            peak_bytes=0,
+            solve_s=time.perf_counter() - started,
+            least_bytes=least.bytes if least else None,
+            least_node=least.node if least else None,
+        )
 
 
 class _Search:
@@ -220,26 +242,6 @@ def _answer(
         lower_bound=bound,
         certificate=ANY_SCHEDULE if any_bound >= bound else ONE_RERUN,
         any_bound=any_bound,
-    )
-
-
-def _infeasible(solver: str, problem: Problem, started: float, time_limit_s: float) -> Solution:
-    """Nothing fits: say what would."""
-    left = max(1.0, started + time_limit_s - time.perf_counter())
-    least = minimum_peak(problem, time_limit_s=left)
-    return Solution(
-        solver=solver,
-        status=Status.INFEASIBLE,
-        schedule=None,
-        overhead=0.0,
-        lower_bound=0.0,
-        certificate=ONE_RERUN,
-        any_bound=0.0,
-        gap=0.0,
-        peak_bytes=0,
-        solve_s=time.perf_counter() - started,
-        least_bytes=least.bytes,
-        least_node=least.node,
     )
 
 
