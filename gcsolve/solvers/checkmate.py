@@ -110,7 +110,10 @@ class Checkmate:
         known = best.rerun_cost / total
         # only plans that are better than the known one by the gap are looked for: where there are none, it is proven
         aim = max(0.0, known - gap * (1.0 + known)) if fits else None
-        model = _Model(problem, self.sweeps, aim, deadline)
+        try:
+            model = _Model(problem, self.sweeps, aim, deadline)
+        except TimeoutError:
+            return 0.0, best, False
         bound, proven = 0.0, False
         for attempt in range(TRIES):
             left = deadline - time.perf_counter()
@@ -157,12 +160,11 @@ class _Model:
             max([*(self.stage_of[j] for j in graph.readers[v]), self.stage_of[value.producer]]) if value.pinned else -1
             for v, value in enumerate(graph.values)
         ]
-        for at in range(len(self.stages)):
-            self._variables(at)
-        for at in range(len(self.stages)):
-            if time.perf_counter() > deadline:
-                return
-            self._stage(at)
+        for build in (self._variables, self._stage):
+            for at in range(len(self.stages)):
+                if time.perf_counter() > deadline:
+                    raise TimeoutError
+                build(at)
         cost = {var: problem.cost[i] * UNITS / self.total for (_, i), var in self.R.items() if problem.cost[i]}
         if most_overhead is not None:
             limit = most_overhead * UNITS + 1e-6

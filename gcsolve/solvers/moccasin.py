@@ -113,7 +113,10 @@ class Moccasin:
         room = problem.budget_bytes - problem.graph.external_bytes
         if room < 0:
             return None, 0.0, True
-        model = _Model(problem, self.intervals, room)
+        try:
+            model = _Model(problem, self.intervals, room, deadline)
+        except TimeoutError:
+            return None, 0.0, False
         if hint is not None:
             model.hint(hint)
         left = deadline - time.perf_counter()
@@ -140,7 +143,7 @@ def _time(stage: int, node: int) -> int:
 
 
 class _Model:
-    def __init__(self, problem: Problem, intervals: int, room: int) -> None:
+    def __init__(self, problem: Problem, intervals: int, room: int, deadline: float) -> None:
         from ortools.sat.python import cp_model
 
         self.graph = problem.graph
@@ -156,6 +159,8 @@ class _Model:
         self.end: dict[tuple[int, int], cp_model.IntVar] = {}  # (value, copy)
         cost: list[cp_model.LinearExpr] = []
         for i, node in enumerate(graph.nodes):
+            if time.perf_counter() > deadline:
+                raise TimeoutError
             copies = intervals if node.rerunnable and i < n - 1 else 1
             times = cp_model.Domain.FromValues([_time(t, i) for t in range(i + 1, n)])
             starts = [model.new_constant(_time(i, i))]
@@ -190,6 +195,8 @@ class _Model:
                         model.add(self.end[v, 0] >= _time(j, j))
         self.reads: list[tuple[int, int, int, int, cp_model.IntVar]] = []  # (node, run, value, copy, literal)
         for j, node in enumerate(graph.nodes):
+            if time.perf_counter() > deadline:
+                raise TimeoutError
             for d in range(len(self.start[j])):
                 for v in node.inputs:
                     self._read(j, d, v)
