@@ -21,7 +21,7 @@ from gcsolve.cost.devices import DeviceSpec, get_device
 from gcsolve.costed import Costed, costed
 from gcsolve.emit import emit
 from gcsolve.errors import ArgumentError, InfeasibleBudget
-from gcsolve.module import Steps, planned_module, signature
+from gcsolve.module import Steps, is_planned, planned_module, signature
 from gcsolve.plan import Plan
 from gcsolve.problem import Problem
 from gcsolve.runtime import Step, tangent_likes
@@ -53,6 +53,11 @@ class _Settings:
     ) -> _Settings:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
+        for name, module in model.named_modules():
+            if is_planned(module):
+                raise ArgumentError(
+                    f"{name or 'model'} is a planned module already; plan the original, or use plan.at(...) for another budget"
+                )
         if loss is not None and not callable(loss):
             raise ArgumentError(f"loss={loss!r} is not callable; pass a function of the model's output, or None")
         for name in _captured_tensors(loss):
@@ -204,7 +209,14 @@ class _Session:
 
         def replan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
             again = _Costed.of(model, args, kwargs, self.settings)
-            return again.step(_solved(again, allowed, solver, time_limit_s, gap))
+            try:
+                return again.step(_solved(again, allowed, solver, time_limit_s, gap))
+            except InfeasibleBudget as error:
+                error.args = (
+                    f"this call differs from those planned so far (shapes, dtypes, arguments or modes), and it was planned "
+                    f"for the same {size_text(allowed)}: {error}",
+                )
+                raise
 
         steps = Steps(replan, self.settings.loss)
         steps.training = self.model.training
@@ -329,12 +341,14 @@ def _refuse_below_floor(problem: Problem) -> None:
 
 
 def _infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget:
+    if solution.status is Status.UNSUITED:
+        raise ArgumentError(
+            f'solver={solution.solver!r} does not take a graph of {len(problem.graph.nodes)} ops; use solver="auto"'
+        )
     node = problem.graph.nodes[solution.least_node] if solution.least_node is not None else None
     least, at = solution.least_bytes, node.where() if node else "an op"
     asked = f"budget {size_text(problem.budget_bytes)} cannot be met by {solution.solver}"
-    if solution.status is Status.UNSUITED:
-        text = f"{asked}: it does not take a graph of {len(problem.graph.nodes)} ops; use solver='auto'"
-    elif solution.status is Status.TIME_LIMIT and least is None:
+    if solution.status is Status.TIME_LIMIT and least is None:
         text = f"{asked} within the time limit; raise time_limit_s or the budget"
     elif least is None:
         text = f"{asked}; gcsolve.minimum_budget gives the least that can"

@@ -25,16 +25,18 @@ def budget_bytes(budget_gb: Any, budget: Any, store_all_bytes: int) -> int:
         ArgumentError: both or none are given, or the value is not a positive finite size or fraction.
     """
     if (budget_gb is None) == (budget is None):
-        given = "both" if budget is not None else "neither"
+        given = "both were" if budget is not None else "neither was"
         raise ArgumentError(
-            f'give one of budget_gb=<GB> and budget=<"20GiB" or a fraction of the store-all peak>; {given} was given'
+            f'give one of budget_gb=<GB> and budget=<"20GiB" or a fraction of the store-all peak>; {given} given'
         )
     if budget_gb is not None:
         return int(_positive("budget_gb", budget_gb) * 10**9)
     if isinstance(budget, str):
         found = _SIZE.fullmatch(budget)
-        if not found:
-            raise ArgumentError(f'budget={budget!r} is not a size; write for example "20GiB", "800MB" or budget_gb=20')
+        if not found or found[0].strip().replace(".", "").isdigit():
+            raise ArgumentError(
+                f'budget={budget!r} is not a size; write for example "20GiB", "800MB", budget=0.5 or budget_gb=20'
+            )
         return int(_positive("budget", float(found[1])) * _UNITS[found[2].lower()])
     fraction = _positive("budget", budget)
     if fraction > 1:

@@ -98,6 +98,17 @@ _KINDS = {
 }
 
 
+def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    """Eager's CPU dropout multiplies by 1/(1-p) rounded to the dtype; the fused backward traced for it does not round,
+    which shows in half precision."""
+    if grad.device.type != "cpu" or grad.dtype not in (torch.bfloat16, torch.float16):
+        return NotImplemented
+    return grad * mask.to(grad.dtype).div(1.0 / scale)
+
+
+_AS_EAGER: Any = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
+
+
 def capture_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode) -> Joint:
     """Export `module(*args)` without running it and trace forward and backward together. All tensors are fake.
 
@@ -112,7 +123,7 @@ def capture_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTen
         program = torch.export.export(module, tuple(args), strict=False)
         exported = program.module(check_guards=False)
         with contextlib.ExitStack() as stack:
-            captured = aot_export_joint_with_descriptors(stack, exported, tuple(args))
+            captured = aot_export_joint_with_descriptors(stack, exported, tuple(args), decompositions=_AS_EAGER)
     return _described(captured, exported)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Steps:
 
 def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> Any:
     """Equal for two calls exactly when one traced step serves both: structure, non-tensor arguments, shapes, strides,
-    dtypes, devices, who needs gradients, training flags, hooks, autocast and default dtype."""
+    dtypes, devices, who needs gradients, training flags, hooks, autocast, default dtype and the modules' own settings."""
     kinds = {t.device.type for t in tensors if t.device.type != "meta"} | {"cpu", "cuda"}
     return (
         static_key(template),
@@ -49,7 +50,39 @@ def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template)
         tuple((b.shape, b.dtype, b.device) for b in model.buffers()),
         tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
         torch.get_default_dtype(),
+        _settings(model),
     )
+
+
+def _settings(model: nn.Module) -> tuple[Any, ...]:
+    """Each submodule's class and its plain attributes (a dropout's p, a norm's eps, an activation function), and those of
+    the objects it refers to (a config): what forward may read and a plan has baked in."""
+    seen: set[int] = set()
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(type(module))
+        for name, value in vars(module).items():
+            if name in _OWN_STATE:
+                continue
+            if _is_plain(value):
+                found.append((name, value))
+            elif (
+                hasattr(value, "__dict__")
+                and id(value) not in seen
+                and not isinstance(value, (nn.Module, torch.Tensor))
+            ):
+                seen.add(id(value))
+                found.append((name, type(value), tuple((k, v) for k, v in vars(value).items() if _is_plain(v))))
+    return tuple(found)
+
+
+_OWN_STATE = frozenset(vars(nn.Module()))  # hooks, parameters, training: looked at above
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType))
 
 
 def planned_module(model: nn.Module, steps: Steps) -> nn.Module:
@@ -68,6 +101,10 @@ def planned_module(model: nn.Module, steps: Steps) -> nn.Module:
     made = object.__new__(planned)
     object.__setattr__(made, "__dict__", model.__dict__)
     return made
+
+
+def is_planned(module: nn.Module) -> bool:
+    return isinstance(module, _Planned)
 
 
 class _Planned:

@@ -32,7 +32,9 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
     if optimizer is None:
         return 0
     if isinstance(optimizer, bool) or not (isinstance(optimizer, (Real, torch.optim.Optimizer, type))):
-        raise ArgumentError(f"optimizer={optimizer!r} is not an optimizer class, an instance or bytes per parameter")
+        raise ArgumentError(
+            f"optimizer={optimizer!r} is not an optimizer class (torch.optim.AdamW), an instance or bytes per parameter"
+        )
     if isinstance(optimizer, Real):
         if not 0 <= float(optimizer) < float("inf"):
             raise ArgumentError(f"optimizer={optimizer!r}: bytes per parameter are a finite number ≥ 0")

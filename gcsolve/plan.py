@@ -14,7 +14,7 @@ from gcsolve.from_fx import tensors_of
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.simulate import Replay, simulate
-from gcsolve.solvers.base import Solution, Status
+from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Status
 
 if TYPE_CHECKING:
     from gcsolve.api import MinimumBudget
@@ -161,13 +161,23 @@ class Plan:
         """Run the plan and the untouched model side by side for `steps` optimizer steps; see `gcsolve.verify.verify`."""
         return self.session.verify(self, steps=steps, **options)
 
-    def at(self, budget_gb: float | None = None, **options: Any) -> Plan:
+    def at(
+        self,
+        budget_gb: float | None = None,
+        *,
+        budget: str | float | None = None,
+        solver: Any = "auto",
+        time_limit_s: float = 60.0,
+        gap: float = 0.005,
+        progress: bool | None = None,
+    ) -> Plan:
         """The same model and input planned for another budget or by another solver, without tracing again.
 
-        Args:
-            budget_gb, budget, solver, time_limit_s, gap, progress: as for `gcsolve.solve`.
+        Arguments and errors are those of `gcsolve.solve`.
         """
-        return self.session.plan_at(budget_gb, **options)
+        return self.session.plan_at(
+            budget_gb, budget=budget, solver=solver, time_limit_s=time_limit_s, gap=gap, progress=progress
+        )
 
     def minimum_budget(self, time_limit_s: float = 60.0) -> MinimumBudget:
         """`gcsolve.minimum_budget` for this model and input, without tracing again."""
@@ -184,7 +194,9 @@ class Plan:
             f"peak {size_text(self.peak_bytes)} of budget {size_text(self.budget_bytes)} "
             f"(store-all {size_text(self.baseline_peak_bytes)}, {self.peak_bytes / self.baseline_peak_bytes:.0%})",
             f"overhead {self.overhead:.2%} of {unit} ({self.overhead_flops:.2%} of FLOPs), {self.cost} costs for {self.device}",
-            f"bound {self.lower_bound:.2%} for {self.certificate}; {self.any_bound:.2%} for any schedule; gap {self.gap:.2%}",
+            f"bound {self.lower_bound:.2%} for {self.certificate}"
+            + ("" if self.certificate == ANY_SCHEDULE else f"; {self.any_bound:.2%} for any schedule")
+            + f"; gap {self.gap:.2%}",
             f"at the peak ({parts}) runs {self.peak_at}",
             f"backward reads {len(self.decisions)} forward values: {len(kept)} kept "
             f"({size_text(sum(d.size_bytes for d in kept))}), {len(rerun)} recomputed "

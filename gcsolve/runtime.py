@@ -116,11 +116,17 @@ class _Function(torch.autograd.Function):
 
 
 def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The gradient with the strides it was traced with; zeros where the caller's loss did not use the output."""
+    """The gradient with the strides it was traced with; zeros where the caller's loss did not use the output.
+
+    One number spread over all places (what `out.sum().backward()` sends) is handed on as it is: any view of it can be
+    made, and eager's kernels see it so too.
+    """
     size, stride = tuple(like.shape), tuple(like.stride())
     if gradient is None:
         return torch.empty_strided(size, stride, dtype=like.dtype, device=like.device).zero_()
-    if tuple(gradient.stride()) == stride:
+    if tuple(gradient.stride()) == stride or all(
+        s == 0 or n == 1 for n, s in zip(size, gradient.stride(), strict=True)
+    ):
         return gradient
     return torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 

@@ -123,6 +123,7 @@ def trace(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
     _refuse_untraceable(model)
+    _refuse_hooks(model)
     tensors, template = flatten((args, kwargs), "example_input")
     mode = fake_mode()
     fakes = [fake_tensor(mode, t) for t in tensors]
@@ -160,6 +161,20 @@ def _refuse_untraceable(model: nn.Module) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) has dropout={module.dropout} between its layers, which "
                 "torch leaves out when it traces: the plan would train another model. Stack one-layer modules with "
                 "nn.Dropout between them, or set dropout=0"
+            )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Hooks of submodules would run once, while tracing; those of the model itself run around every planned forward."""
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        forward = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        ours = [h for h in forward if not getattr(type(h), "__module__", "").startswith("torch.nn.utils")]
+        if ours or module._backward_hooks or module._backward_pre_hooks:
+            raise TraceError(
+                f"submodule {name} ({type(module).__name__}) has hooks, which would not run in a planned step; remove them, "
+                "put them on the model itself or on its parameters, or plan the submodules beside it"
             )
 
 
@@ -274,6 +289,7 @@ def _worded(error: Exception, model: nn.Module, call: str) -> TraceError:
         )
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return TraceError(
-        f"{call} could not be traced{at}: {name}: {first}. To plan a part of the model: "
+        f"{call} failed while it was traced{at}: {name}: {first}. If the same call works on the model itself, plan a part of "
+        "it instead: "
         "model.part = gcsolve.solve(model.part, ...).module"
     )

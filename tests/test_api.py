@@ -43,9 +43,10 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "inf": ({"budget_gb": math.inf}, "budget_gb=inf"),
     "no number": ({"budget_gb": "20"}, "budget_gb='20'"),
     "no size": ({"budget": "twenty"}, "budget='twenty'"),
+    "number as text": ({"budget": "0.5"}, r"write for example .* budget=0\.5"),
     "zero size": ({"budget": "0GB"}, "budget=0"),
     "fraction above 1": ({"budget": 20}, "budget_gb=20"),
-    "both": ({"budget_gb": 1, "budget": 0.5}, "both was given"),
+    "both": ({"budget_gb": 1, "budget": 0.5}, "both were given"),
     "neither": ({}, "neither was given"),
     "solver": ({"budget": 0.5, "solver": "magic"}, "known solvers: auto"),
     "cost": ({"budget": 0.5, "cost": "magic"}, "known cost models: auto"),
@@ -109,7 +110,7 @@ def test_an_input_changed_in_place_that_needs_a_gradient_is_refused() -> None:
     plan.module(x)
     assert torch.equal(x, plain * 2)  # once, and not by planning
     y = _x(8, 32).requires_grad_() * 1
-    with pytest.raises(TraceError, match="in.place"):
+    with pytest.raises(TraceError, match=r"in.place"):
         gcsolve.solve(Changes(), y, budget=1.0)
 
 
@@ -344,3 +345,48 @@ def test_a_wrapped_forward_is_refused() -> None:
     model.forward = copy.copy(model.forward)  # type: ignore[method-assign]
     with pytest.raises(ArgumentError, match="before it is wrapped"):
         gcsolve.solve(model, _x(8, 32), budget=1.0)
+
+
+def test_hooks_of_submodules_are_refused_when_planned_and_when_added_later() -> None:
+    model = models.MLP()
+    plan = gcsolve.solve(model, _x(8, 32), budget="1MB")
+    for add in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        handle = getattr(model.layers[1], add)(lambda *_: None)
+        with pytest.raises(TraceError, match=r"layers\.1 .*hooks"):
+            gcsolve.solve(model, _x(8, 32), budget="1MB")
+        with pytest.raises(TraceError, match=r"layers\.1 .*hooks"):
+            plan.module(_x(8, 32))
+        handle.remove()
+    plan.module(_x(8, 32))
+
+
+def test_a_planned_module_is_not_planned_again() -> None:
+    model = models.MLP()
+    planned = gcsolve.solve(model, _x(8, 32), budget=1.0).module
+    with pytest.raises(ArgumentError, match=r"plan\.at"):
+        gcsolve.solve(planned, _x(8, 32), budget=1.0)
+    with pytest.raises(ArgumentError, match="0 is a planned module already"):
+        gcsolve.solve(nn.Sequential(planned), _x(8, 32), budget=1.0)
+
+
+def test_a_planned_submodule_takes_the_place_of_the_original() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(models.MLP(), nn.Linear(32, 2)), _x(8, 32)
+    plain = copy.deepcopy(model)
+    keys = list(model.state_dict())
+    model[0] = gcsolve.solve(model[0], x, budget=1.0).module
+    assert list(model.state_dict()) == keys
+    for m in (plain, model):
+        m(x).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_call_that_no_plan_serves_says_so_when_it_does_not_fit() -> None:
+    plan = gcsolve.solve(models.MLP(), _x(64, 32), budget=0.9)
+    with pytest.raises(InfeasibleBudget, match="this call differs from those planned so far"):
+        plan.module(_x(640, 32))
+
+
+def test_a_solver_that_does_not_take_the_graph_is_no_infeasible_budget() -> None:
+    with pytest.raises(ArgumentError, match="brute_force"):
+        gcsolve.solve(models.MLP(12, 64), _x(256, 64), budget=0.8, solver="brute_force")

@@ -352,3 +352,59 @@ def test_hooks_on_the_model_run_once_a_call() -> None:
     assert calls == []
     call(plan.module, x)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_in_half_precision(dtype: torch.dtype) -> None:
+    """Eager rounds 1/(1-p) to the dtype; 0.1 and 0.3 do not divide evenly."""
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.b(F.dropout(torch.tanh(self.a(x)), 0.1)), 0.3)
+
+    torch.manual_seed(0)
+    model = Drops().to(dtype)
+    assert_trains_the_same(model, _x(16, 32).to(dtype))
+    under = Drops()
+    plain = copy.deepcopy(under)
+    plan = gcsolve.solve(under, _x(16, 32), budget="1MB")
+    for m in (plain, plan.module):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype):
+            output = m(_x(16, 32))
+        output.float().square().mean().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), under.parameters(), strict=True))
+
+
+def test_a_setting_changed_after_planning_is_planned_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.BatchNorm1d(8), nn.Dropout(0.1))
+    plan, x = gcsolve.solve(model, _x(16, 8), budget="1MB"), _x(16, 8)
+    plain = copy.deepcopy(model)
+    for change in (
+        lambda m: setattr(m[3], "p", 0.9),
+        lambda m: setattr(m[2], "eps", 0.1),
+        lambda m: setattr(m[1], "approximate", "tanh"),
+        lambda m: m.__setitem__(1, nn.ReLU()),
+    ):
+        for m in (plain, model):
+            change(m)
+        torch.manual_seed(1)
+        expected = plain(x)
+        torch.manual_seed(1)
+        assert torch.equal(plan.module(x), expected)
+    assert len(plan.module._gcsolve.cache) == 5
+
+
+def test_sum_backward_sends_one_number_spread_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    plain, x = copy.deepcopy(model), _x(64, 8)
+    plan = gcsolve.solve(model, x, budget=1.0)
+    for m in (plain, plan.module):
+        m(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
