@@ -13,6 +13,7 @@ from gcsolve.errors import (
     InvalidSchedule,
     MissingBackend,
     TraceError,
+    UnsuitedSolver,
 )
 from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
@@ -71,6 +72,7 @@ __all__ = [
     "Solver",
     "Status",
     "TraceError",
+    "UnsuitedSolver",
     "Value",
     "VerifyReport",
     "devices",

@@ -20,7 +20,7 @@ from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.cost.devices import DeviceSpec, get_device
 from gcsolve.costed import Costed, costed
 from gcsolve.emit import emit
-from gcsolve.errors import ArgumentError, InfeasibleBudget
+from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
 from gcsolve.module import Steps, is_planned, planned_module, signature
 from gcsolve.plan import Plan
 from gcsolve.problem import Problem
@@ -342,7 +342,7 @@ def _refuse_below_floor(problem: Problem) -> None:
 
 def _infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget:
     if solution.status is Status.UNSUITED:
-        raise ArgumentError(
+        raise UnsuitedSolver(
             f'solver={solution.solver!r} does not take a graph of {len(problem.graph.nodes)} ops; use solver="auto"'
         )
     node = problem.graph.nodes[solution.least_node] if solution.least_node is not None else None

@@ -120,6 +120,8 @@ def _compare(arguments: argparse.Namespace) -> None:
             try:
                 plan = traced.at(budget=_budget(text), solver=name, time_limit_s=arguments.time_limit)
                 cells.append(f"{plan.overhead:.2%} ({size_text(plan.peak_bytes)})")
+            except gcsolve.UnsuitedSolver:
+                cells.append("no plan (graph not taken)")
             except gcsolve.InfeasibleBudget as error:
                 least = error.least_bytes
                 cells.append("no plan" if least is None else f"no plan (least {size_text(least)})")

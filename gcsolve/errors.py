@@ -11,6 +11,10 @@ class ArgumentError(GcsolveError, ValueError):
     """An argument has a value that cannot be used; the text names the argument, the value and what is accepted."""
 
 
+class UnsuitedSolver(ArgumentError):
+    """The named solver does not take a graph of this kind or size."""
+
+
 class TraceError(GcsolveError):
     """The model could not be traced to a joint forward and backward graph."""
 

@@ -388,5 +388,5 @@ def test_a_call_that_no_plan_serves_says_so_when_it_does_not_fit() -> None:
 
 
 def test_a_solver_that_does_not_take_the_graph_is_no_infeasible_budget() -> None:
-    with pytest.raises(ArgumentError, match="brute_force"):
+    with pytest.raises(gcsolve.UnsuitedSolver, match="brute_force"):
         gcsolve.solve(models.MLP(12, 64), _x(256, 64), budget=0.8, solver="brute_force")
