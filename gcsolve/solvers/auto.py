@@ -1,8 +1,8 @@
 """`retention` beside the cheap methods: its overhead is never above theirs at the same budget.
 
 `greedy` reruns a value as often as it pays, so it also finds plans below what one rerun a value can reach. Where the bound
-for any schedule still leaves more than the asked gap and the graph is small, `checkmate` gets a few seconds (that plan may
-then depend on how far it came).
+for any schedule still leaves more than the asked gap, `rotor` and (on small graphs) `checkmate` get a few seconds each; the
+plan may then depend on how far they came.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.minimum import peak_floor
 from gcsolve.solvers.retention import Retention
+from gcsolve.solvers.rotor import Rotor
 from gcsolve.solvers.store_all import StoreAll
 from gcsolve.solvers.uniform import Uniform, UniformSqrt
 
@@ -27,7 +28,7 @@ CHEAP: tuple[Solver, ...] = (StoreAll(), Uniform(), UniformSqrt(), Blocks(), Che
 
 
 FINER_S = 5.0
-"""Seconds at most for `checkmate`, where the bound for any schedule leaves room and the graph is small enough for it."""
+"""Seconds at most for `rotor`, and for `checkmate` on small graphs, where the bound for any schedule leaves room."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Auto:
         if best is None:
             return replace(_with_least(proven, found, problem), solver=self.name, solve_s=time.perf_counter() - started)
         if best.overhead - proven.any_bound > gap * (1.0 + best.overhead):
-            finer = Checkmate().solve(problem, time_limit_s=min(FINER_S, left() / 2), gap=gap)
-            best = min((s for s in (best, finer) if _fits(s, problem)), key=_rank)
+            finer = [s.solve(problem, time_limit_s=min(FINER_S, left() / 2), gap=gap) for s in (Rotor(), Checkmate())]
+            best = min((s for s in (best, *finer) if _fits(s, problem)), key=_rank)
         solved = best if best is proven else _with_bounds(best, proven, problem, gap)
         return replace(solved, solver=self.name, solve_s=time.perf_counter() - started)
 
