@@ -21,6 +21,7 @@ from gcsolve.cost.devices import DeviceSpec, get_device
 from gcsolve.costed import Costed, costed
 from gcsolve.emit import emit
 from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
+from gcsolve.graph import Node
 from gcsolve.module import Steps, is_planned, planned_module, signature
 from gcsolve.plan import Plan
 from gcsolve.problem import Problem
@@ -329,14 +330,12 @@ def _refuse_below_floor(problem: Problem) -> None:
         text = f"what lives at the end of every step alone is {least}"
     else:
         text = f"no schedule can run {node.where() if node else 'the step'} in less than {size_text(floor)}"
-    raise InfeasibleBudget(
+    raise _refusal(
         f"budget {size_text(problem.budget_bytes)} cannot be met: {text}. Raise the budget above {size_text(floor)}, or "
         "make the batch, the model or the optimizer's state smaller; gcsolve.minimum_budget gives the exact least",
-        budget_bytes=problem.budget_bytes,
-        least_bytes=floor,
-        op=f"{node.name} ({node.op})" if node else "",
-        module=node.module if node else "",
-        source=node.source if node else "",
+        problem,
+        floor,
+        node,
     )
 
 
@@ -354,10 +353,15 @@ def _infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget:
         text = f"{asked}; gcsolve.minimum_budget gives the least that can"
     else:
         text = f"{asked}: the least it reaches is {size_text(least)} ({least} bytes), set by {at}; raise the budget to that"
+    return _refusal(text, problem, least, node)
+
+
+def _refusal(text: str, problem: Problem, least_bytes: int | None, node: Node | None) -> InfeasibleBudget:
+    """The error with the least that can be met and the op, module and line that set it."""
     return InfeasibleBudget(
         text,
         budget_bytes=problem.budget_bytes,
-        least_bytes=least,
+        least_bytes=least_bytes,
         op=f"{node.name} ({node.op})" if node else "",
         module=node.module if node else "",
         source=node.source if node else "",

@@ -60,11 +60,13 @@ def test_frozen_base_keeps_nothing_for_its_weights() -> None:
     adapted, _, _ = _lora()
     whole = gcsolve.solve(full, example, budget=1.0)
     part = gcsolve.solve(adapted, example, budget=1.0)
-    gradients = {k: p.breakdown.get("gradients", 0) for k, p in (("whole", whole), ("part", part))}
     trainable = sum(p.numel() * 4 for p in adapted.parameters() if p.requires_grad)
-    assert part.problem.graph.readers
-    assert sum(v.size_bytes for v in part.problem.graph.values if v.kind == "gradients") <= trainable + 64 * 100
-    assert gradients["part"] < gradients["whole"] or whole.baseline_peak_bytes > part.baseline_peak_bytes
+    held = [
+        sum(v.size_bytes for v in p.problem.graph.values if v.kind == "gradients" and v.pinned) for p in (whole, part)
+    ]
+    assert trainable <= held[1] <= trainable + 64 * 100
+    assert held[0] > 10 * held[1]
+    assert part.baseline_peak_bytes < whole.baseline_peak_bytes
 
 
 @pytest.mark.gpu
