@@ -12,6 +12,7 @@ from gcsolve.errors import (
     InvalidGraph,
     InvalidSchedule,
     MissingBackend,
+    PlanMismatch,
     TraceError,
     UnsuitedSolver,
 )
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gcsolve.api import MinimumBudget, minimum_budget, solve
     from gcsolve.cost.devices import DeviceSpec, devices, register_device
     from gcsolve.plan import Decision, Plan
+    from gcsolve.saved import load_plan
     from gcsolve.solvers.base import Solution, Solver, Status
     from gcsolve.solvers.front import solve_problem
     from gcsolve.solvers.registry import solvers
@@ -42,6 +44,7 @@ _LAZY = {
     "Decision": "gcsolve.plan",
     "Plan": "gcsolve.plan",
     "VerifyReport": "gcsolve.verify",
+    "load_plan": "gcsolve.saved",
     "Solution": "gcsolve.solvers.base",
     "Solver": "gcsolve.solvers.base",
     "Status": "gcsolve.solvers.base",
@@ -65,6 +68,7 @@ __all__ = [
     "MissingBackend",
     "Node",
     "Plan",
+    "PlanMismatch",
     "Problem",
     "Replay",
     "Schedule",
@@ -76,6 +80,7 @@ __all__ = [
     "Value",
     "VerifyReport",
     "devices",
+    "load_plan",
     "minimum_budget",
     "register_device",
     "simulate",

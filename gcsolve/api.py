@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +21,9 @@ from gcsolve.emit import emit
 from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
 from gcsolve.graph import Node
 from gcsolve.module import Steps, is_planned, planned_module, signature
-from gcsolve.plan import Plan
+from gcsolve.plan import Asked, Plan
 from gcsolve.problem import Problem
+from gcsolve.progress import shown
 from gcsolve.runtime import Step, tangent_likes
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
@@ -38,7 +37,7 @@ from gcsolve.verify import VerifyReport, verify
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
     """The keyword arguments that the public functions share, checked."""
 
     loss: Callable[[Any], Any] | None
@@ -51,7 +50,7 @@ class _Settings:
     @classmethod
     def checked(
         cls, model: nn.Module, *, loss: Any, optimizer: Any, scope: str, device: Any, cost: Any, grad_outputs: str
-    ) -> _Settings:
+    ) -> Settings:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
         for name, module in model.named_modules():
@@ -92,7 +91,7 @@ def _device_of(model: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class _Costed:
+class TracedCall:
     """A traced and costed step, its flat inputs and how long that took."""
 
     costed: Costed
@@ -101,7 +100,7 @@ class _Costed:
     seconds: float
 
     @classmethod
-    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings) -> _Costed:
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> TracedCall:
         started = time.perf_counter()
         tensors, template = flatten((args, kwargs), "example_input")
         traced = trace(model, args, kwargs, settings.loss, settings.all_outputs)
@@ -182,36 +181,44 @@ def solve(
     get_solver(solver)
     _check_limits(time_limit_s, gap)
     args, kwargs = parse_example(example_input)
-    settings = _Settings.checked(
+    settings = Settings.checked(
         model, loss=loss, optimizer=optimizer, scope=scope, device=device, cost=cost, grad_outputs=grad_outputs
     )
-    with _shown(progress, f"tracing {type(model).__name__}"):
-        made = _Costed.of(model, args, kwargs, settings)
+    with shown(progress, f"tracing {type(model).__name__}"):
+        made = TracedCall.of(model, args, kwargs, settings)
     allowed = budget_bytes(budget_gb, budget, made.store_all_bytes)
 
-    return _Session(model, args, kwargs, settings, made).plan(allowed, solver, time_limit_s, gap, progress)
+    return Session(model, args, kwargs, settings, made).plan(allowed, solver, time_limit_s, gap, progress)
 
 
 @dataclass(frozen=True)
-class _Session:
+class Session:
     """One traced and costed model call: any number of plans come from it without tracing again."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    settings: _Settings
-    made: _Costed
+    settings: Settings
+    made: TracedCall
 
     def plan(
         self, allowed: int, solver: str | Solver, time_limit_s: float, gap: float, progress: bool | None = None
     ) -> Plan:
-        with _shown(progress, f"solving for {size_text(allowed)}"):
-            solution = _solved(self.made, allowed, solver, time_limit_s, gap)
+        with shown(progress, f"solving for {size_text(allowed)}"):
+            solution = self.solution(allowed, solver, time_limit_s, gap)
+        return self.planned(solution, allowed, Asked(solver, time_limit_s, gap))
+
+    def solution(self, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> Solution:
+        """The solver's answer alone, nothing emitted; raises for a budget that it does not meet."""
+        return _solved(self.made, allowed, solver, time_limit_s, gap)
+
+    def planned(self, solution: Solution, allowed: int, asked: Asked) -> Plan:
+        """The plan that carries out `solution`, which other calls are planned like."""
 
         def replan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-            again = _Costed.of(model, args, kwargs, self.settings)
+            again = TracedCall.of(model, args, kwargs, self.settings)
             try:
-                return again.step(_solved(again, allowed, solver, time_limit_s, gap))
+                return again.step(_solved(again, allowed, asked.solver, asked.time_limit_s, asked.gap))
             except InfeasibleBudget as error:
                 error.args = (
                     f"this call differs from those planned so far (shapes, dtypes, arguments or modes), and it was planned "
@@ -227,6 +234,7 @@ class _Session:
             budget_bytes=allowed,
             baseline_peak_bytes=self.made.store_all_bytes,
             solution=solution,
+            asked=asked,
             costed=self.made.costed,
             scope=self.settings.scope,
             device=self.settings.device.name,
@@ -299,13 +307,13 @@ def minimum_budget(
     """How low a budget `solve` can meet, and the op that sets it. Arguments and errors as for `solve`."""
     _check_limits(time_limit_s, 0.0)
     args, kwargs = parse_example(example_input)
-    settings = _Settings.checked(
+    settings = Settings.checked(
         model, loss=loss, optimizer=optimizer, scope=scope, device=device, cost=cost, grad_outputs=grad_outputs
     )
-    return _Session(model, args, kwargs, settings, _Costed.of(model, args, kwargs, settings)).minimum(time_limit_s)
+    return Session(model, args, kwargs, settings, TracedCall.of(model, args, kwargs, settings)).minimum(time_limit_s)
 
 
-def _solved(made: _Costed, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> Solution:
+def _solved(made: TracedCall, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> Solution:
     problem = made.costed.problem.with_budget(allowed)
     _refuse_below_floor(problem)
     solution = solve_problem(problem, solver, time_limit_s=time_limit_s, gap=gap)
@@ -372,14 +380,3 @@ def _check_limits(time_limit_s: float, gap: float) -> None:
     for name, value in (("time_limit_s", time_limit_s), ("gap", gap)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise ArgumentError(f"{name}={value!r} must be a finite number ≥ 0")
-
-
-@contextmanager
-def _shown(progress: bool | None, text: str) -> Iterator[None]:
-    if progress is False or (progress is None and not sys.stderr.isatty()):
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield

@@ -31,6 +31,10 @@ class MissingBackend(GcsolveError, ImportError):
     """An optional library is needed and not installed; the text gives the command that installs it."""
 
 
+class PlanMismatch(GcsolveError):
+    """A saved plan is for another model, mode, torch release or graph than it is loaded for."""
+
+
 class CallError(GcsolveError):
     """A planned module was called in a way that it cannot serve exactly."""
 

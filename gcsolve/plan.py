@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from gcsolve.from_fx import tensors_of
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.simulate import Replay, simulate
-from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Status
+from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Solver, Status
 
 if TYPE_CHECKING:
     from gcsolve.api import MinimumBudget
@@ -40,6 +41,15 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the solver was told: its name or itself, seconds, and the gap at which it may stop."""
+
+    solver: str | Solver
+    time_limit_s: float
+    gap: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """A schedule for one training step of a model, and the module that runs it.
 
@@ -55,6 +65,7 @@ class Plan:
     budget_bytes: int
     baseline_peak_bytes: int
     solution: Solution
+    asked: Asked
     costed: Costed
     scope: str
     device: str
@@ -182,6 +193,12 @@ class Plan:
     def minimum_budget(self, time_limit_s: float = 60.0) -> MinimumBudget:
         """`gcsolve.minimum_budget` for this model and input, without tracing again."""
         return self.session.minimum(time_limit_s)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, for `gcsolve.load_plan(path, model)`."""
+        from gcsolve.saved import save_plan
+
+        save_plan(self, path)
 
     def summary(self) -> str:
         """The plan in a few lines of text."""

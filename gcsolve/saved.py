@@ -1,0 +1,382 @@
+"""A plan as a file: `plan.save(path)` and `gcsolve.load_plan(path, model)`.
+
+The file is JSON and holds no code: the call (shapes and structure of the example input), the settings, what each op costs
+and takes, and the schedule. Loading traces the model again (seconds), sees that it is the very step that was planned, and
+writes out the schedule of the file; no op is measured and nothing is solved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import gcsolve
+from gcsolve.api import Session, Settings, TracedCall
+from gcsolve.cost.base import CostModel, get_cost
+from gcsolve.costed import Costed, costed
+from gcsolve.errors import ArgumentError, PlanMismatch
+from gcsolve.graph import Graph
+from gcsolve.module import signature
+from gcsolve.optimizer import make_optimizer
+from gcsolve.plan import Asked, Plan
+from gcsolve.problem import Problem
+from gcsolve.progress import shown
+from gcsolve.schedule import Compute, Free, Schedule
+from gcsolve.solvers.base import Solution, Status
+from gcsolve.solvers.registry import SOLVERS
+from gcsolve.structure import Leaf, Static, Template, flatten
+from gcsolve.trace import parse_example, trace
+
+FORMAT = 1
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write `plan` to `path` as JSON; see `load_plan` for the way back.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    session: Session = plan.session
+    settings = session.settings
+    tensors, template = flatten((session.args, session.kwargs), "example_input")
+    costs = plan.costed
+    solver = plan.asked.solver
+    record = {
+        "format": FORMAT,
+        "gcsolve": gcsolve.__version__,
+        "torch": str(torch.__version__),
+        "model": _model_record(session.model),
+        "context": _context_record(),
+        "input": {"tensors": [_tensor_record(t) for t in tensors], "template": _template_record(template)},
+        "settings": {
+            "loss": None
+            if settings.loss is None
+            else getattr(settings.loss, "__qualname__", repr(type(settings.loss))),
+            "optimizer": _optimizer_record(settings.optimizer),
+            "scope": settings.scope,
+            "device": settings.device.name,
+            "cost": settings.cost.name,
+            "all_outputs": settings.all_outputs,
+            "solver": solver if isinstance(solver, str) else solver.name,
+            "time_limit_s": plan.asked.time_limit_s,
+            "gap": plan.asked.gap,
+        },
+        "graph": {
+            "fingerprint": _fingerprint(plan.problem.graph),
+            "cost_unit": plan.problem.cost_unit,
+            "ops": [
+                [node.op, node.workspace_bytes, cost, flops]
+                for node, cost, flops in zip(plan.problem.graph.nodes, plan.problem.cost, costs.flops, strict=True)
+            ],
+            "estimated_workspace": costs.estimated_workspace,
+            "costed_by_bytes": costs.costed_by_bytes,
+        },
+        "budget_bytes": plan.budget_bytes,
+        "baseline_peak_bytes": plan.baseline_peak_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "solution": _solution_record(plan.solution),
+    }
+    Path(path).write_text(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def load_plan(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    example_input: Any = None,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Any = None,
+    cost: str | CostModel | None = None,
+    progress: bool | None = None,
+) -> Plan:
+    """The plan that `plan.save(path)` wrote, for the same model in this process: same schedule, same peak, not solved again.
+
+    Args:
+        path: the file.
+        model: the model that was planned (its weights may differ).
+        example_input: as for `solve`; needed only where the call had arguments that JSON does not hold. Without it,
+            `plan.verify` runs on zeros of the planned shapes.
+        loss: the function given to `solve`, if one was: code is not in the file.
+        optimizer: as for `solve`; needed only where it was none of torch.optim's.
+        cost: as for `solve`; needed only where it was an object of yours.
+        progress: show what is being done; default: only when somebody watches.
+
+    Returns:
+        a `Plan`, equal to the saved one in everything that was planned.
+
+    Raises:
+        PlanMismatch: model, mode, autocast, torch release or traced graph are not those of the file; the text says which.
+        ArgumentError: the file is not a saved plan, or something that it cannot hold has to be given.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> import tempfile, torch, gcsolve
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        >>> plan = gcsolve.solve(model, torch.randn(256, 64), budget=0.9)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     plan.save(f"{folder}/plan.json")
+        ...     again = gcsolve.load_plan(f"{folder}/plan.json", model)
+        >>> again.schedule == plan.schedule
+        True
+    """
+    record = _read(path)
+    _compare("torch release", record["torch"], str(torch.__version__), "plan again, or load under the planned release")
+    _compare_models(record["model"], _model_record(model))
+    _compare("autocast state and default dtype", record["context"], _context_record(), "load in the planned context")
+    settings = _settings(record["settings"], model, loss, optimizer, cost)
+    args, kwargs = _example(record["input"]) if example_input is None else parse_example(example_input)
+    with shown(progress, f"tracing {type(model).__name__}"):
+        made = _traced(record, model, args, kwargs, settings)
+    known = record["settings"]
+    asked = Asked(known["solver"] if known["solver"] in SOLVERS else "auto", known["time_limit_s"], known["gap"])
+    plan = Session(model, args, kwargs, settings, made).planned(
+        _solution(record["solution"]), record["budget_bytes"], asked
+    )
+    if plan.peak_bytes != record["peak_bytes"]:
+        raise PlanMismatch(
+            f"the saved plan's peak is {record['peak_bytes']} bytes, and replayed here {plan.peak_bytes}"
+        )
+    return plan
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        record = json.loads(Path(path).read_text())
+        found = record["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"path={str(path)!r} is not a plan that plan.save wrote") from error
+    if found != FORMAT:
+        raise PlanMismatch(
+            f"{path} has format {found}, this gcsolve ({gcsolve.__version__}) reads {FORMAT}; plan again"
+        )
+    return record
+
+
+def _traced(
+    record: dict[str, Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+) -> TracedCall:
+    """The call traced again, with the numbers of the file instead of measured ones."""
+    started = time.perf_counter()
+    tensors, template = flatten((args, kwargs), "example_input")
+    traced = trace(model, args, kwargs, settings.loss, settings.all_outputs)
+    plain = get_cost("flops", settings.device)  # replaced below; a measured model would run ops for nothing
+    fresh = costed(
+        traced, model, tensors, device=settings.device, cost=plain, optimizer=settings.optimizer, scope=settings.scope,
+        measure=False,
+    )  # fmt: skip
+    saved = record["graph"]
+    _compare_graphs(saved, fresh.problem.graph)
+    ops = saved["ops"]
+    nodes = tuple(replace(node, workspace_bytes=op[1]) for node, op in zip(fresh.problem.graph.nodes, ops, strict=True))
+    graph = replace(fresh.problem.graph, nodes=nodes)
+    made = Costed(
+        traced,
+        replace(fresh.lowered, graph=graph),
+        Problem(graph, tuple(op[2] for op in ops), 0, saved["cost_unit"]),
+        tuple(op[3] for op in ops),
+        tuple(saved["estimated_workspace"]),
+        tuple(saved["costed_by_bytes"]),
+    )
+    key = signature(model, tensors, template)
+    return TracedCall(made, record["baseline_peak_bytes"], key, time.perf_counter() - started)
+
+
+# --- what must be the same ---------------------------------------------------------------------------------------------
+
+
+def _model_record(model: nn.Module) -> dict[str, Any]:
+    tensors = [("parameter", model.named_parameters()), ("buffer", model.named_buffers())]
+    return {
+        "class": type(model).__qualname__,
+        "training": model.training,
+        "tensors": [
+            [f"{kind} {name}", str(t.dtype), list(t.shape), t.requires_grad]
+            for kind, named in tensors
+            for name, t in named
+        ],
+    }
+
+
+def _context_record() -> list[Any]:
+    kinds = ("cpu", "cuda")
+    on = [[k, str(torch.get_autocast_dtype(k))] for k in kinds if torch.is_autocast_enabled(k)]
+    return [str(torch.get_default_dtype()), on]
+
+
+def _fingerprint(graph: Graph) -> str:
+    """Of everything a schedule depends on but workspace and costs, which the file carries; source lines may move."""
+    told: list[Any] = [graph.backward_start, list(graph.external)]
+    told += [[n.name, n.op, n.inputs, n.outputs, n.rerunnable] for n in graph.nodes]
+    told += [[v.name, v.size_bytes, v.producer, v.pinned, v.kind] for v in graph.values]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _compare(what: str, saved: Any, here: Any, then: str) -> None:
+    if saved != here:
+        raise PlanMismatch(f"the plan was saved with {what} {saved}, and here it is {here}; {then}")
+
+
+def _compare_models(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    _compare("model class", saved["class"], here["class"], "load it for the model that was planned")
+    mode = "call model.train() or model.eval() first"
+    _compare("training mode", saved["training"], here["training"], mode)
+    for a, b in zip(saved["tensors"], here["tensors"], strict=False):
+        _compare("(name, dtype, shape, requires_grad)", a, b, "load it for the model that was planned")
+    counts = len(saved["tensors"]), len(here["tensors"])
+    _compare("number of parameters and buffers", *counts, "load it for the model that was planned")
+
+
+def _compare_graphs(saved: dict[str, Any], graph: Graph) -> None:
+    if saved["fingerprint"] == _fingerprint(graph):
+        return
+    advice = "the model's code, settings, modes or inputs are not those that were planned; plan again"
+    for i, (op, node) in enumerate(zip(saved["ops"], graph.nodes, strict=False)):
+        if op[0] != node.op:
+            raise PlanMismatch(f"op {i} of the step was {op[0]} and is {node.where()} here: {advice}")
+    counts = len(saved["ops"]), len(graph.nodes)
+    if counts[0] == counts[1]:
+        same = "the ops are the same, their sizes or connections are not"
+    else:
+        same = f"{counts[0]} ops, here {counts[1]}"
+    raise PlanMismatch(f"the traced step is another ({same}): {advice}")
+
+
+# --- settings and example input ----------------------------------------------------------------------------------------
+
+
+def _settings(
+    saved: dict[str, Any], model: nn.Module, loss: Any, optimizer: Any, cost: str | CostModel | None
+) -> Settings:
+    if (saved["loss"] is None) != (loss is None):
+        said = f"with loss={saved['loss']}; pass that function" if loss is None else "without a loss; leave loss= out"
+        raise ArgumentError(f"the plan was saved {said}")
+    if optimizer is None:
+        optimizer = _optimizer(saved["optimizer"])
+    try:
+        found = cost or saved["cost"]
+        return Settings.checked(
+            model, loss=loss, optimizer=optimizer, scope=saved["scope"], device=saved["device"], cost=found,
+            grad_outputs="all" if saved["all_outputs"] else "auto",
+        )  # fmt: skip
+    except ArgumentError as error:
+        if "cost=" not in str(error):
+            raise
+        raise ArgumentError(f"the plan was saved with costs of {saved['cost']!r}; pass that object as cost=") from error
+
+
+def _optimizer_record(optimizer: Any) -> Any:
+    """None, a number, or [name in torch.optim, its settings]; {"class": name} for one that JSON cannot hold."""
+    if optimizer is None or isinstance(optimizer, (int, float)):
+        return optimizer
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    plain = {} if isinstance(optimizer, type) else optimizer.defaults
+    told = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
+    if getattr(torch.optim, kind.__name__, None) is kind and _is_json(told):
+        return [kind.__name__, told if plain else None]
+    return {"class": kind.__qualname__}
+
+
+def _optimizer(saved: Any) -> Any:
+    if isinstance(saved, dict):
+        raise ArgumentError(
+            f"the plan was saved with optimizer {saved['class']}, which is not torch's; pass it as optimizer="
+        )
+    if not isinstance(saved, list):
+        return saved
+    kind = getattr(torch.optim, saved[0])
+    if saved[1] is None:
+        return kind
+    made = make_optimizer(kind, [nn.Parameter(torch.zeros(1))])
+    made.defaults.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved[1].items()})
+    return made
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_json(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _tensor_record(t: torch.Tensor) -> list[Any]:
+    return [str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride()), str(t.device), t.requires_grad]
+
+
+def _template_record(template: Template) -> Any:
+    """The structure as JSON; {"opaque": type} where it holds what JSON does not."""
+    if isinstance(template, Leaf):
+        return {"tensor": template.index, "path": template.path}
+    if isinstance(template, Static):
+        return _static_record(template.value)
+    children = [_template_record(child) for child in template.children]
+    if type(template.like) in (tuple, list):
+        return {type(template.like).__name__: children}
+    if type(template.like) is dict and all(isinstance(k, str) for k in template.keys):
+        return {"dict": dict(zip(template.keys, children, strict=True))}
+    return {"opaque": type(template.like).__name__}
+
+
+def _static_record(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_static_record(v) for v in value]}
+    if type(value) is dict and all(isinstance(k, str) for k in value):
+        return {"dict": {k: _static_record(v) for k, v in value.items()}}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    return {"opaque": type(value).__name__}
+
+
+def _example(saved: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the planned structure and shapes, zeros in them."""
+    tensors = []
+    for dtype, shape, stride, device, requires_grad in saved["tensors"]:
+        made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+        tensors.append(made.zero_().requires_grad_(requires_grad))
+    args, kwargs = _rebuilt(saved["template"], tensors)
+    return args, kwargs
+
+
+_REBUILD: dict[str, Callable[[Any, list[torch.Tensor]], Any]] = {
+    "tensor": lambda index, tensors: tensors[index],
+    "value": lambda value, _: value,
+    "dtype": lambda name, _: getattr(torch, name),
+    "list": lambda children, tensors: [_rebuilt(c, tensors) for c in children],
+    "tuple": lambda children, tensors: tuple(_rebuilt(c, tensors) for c in children),
+    "dict": lambda children, tensors: {k: _rebuilt(c, tensors) for k, c in children.items()},
+}
+
+
+def _rebuilt(record: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    (kind, content), *_ = record.items()
+    if kind == "opaque":
+        raise ArgumentError(
+            f"the planned call had a {content} among its arguments, which is not in the file; pass example_input="
+        )
+    return _REBUILD[kind](content, tensors)
+
+
+# --- the answer --------------------------------------------------------------------------------------------------------
+
+
+def _solution_record(solution: Solution) -> dict[str, Any]:
+    assert solution.schedule is not None
+    actions = [a.node if isinstance(a, Compute) else -1 - a.value for a in solution.schedule.actions]
+    told = {name: getattr(solution, name) for name in Solution.__dataclass_fields__}
+    return {**told, "status": solution.status.name, "schedule": actions}
+
+
+def _solution(saved: dict[str, Any]) -> Solution:
+    actions = tuple(Compute(a) if a >= 0 else Free(-1 - a) for a in saved["schedule"])
+    return Solution(**{**saved, "status": Status[saved["status"]], "schedule": Schedule(actions)})

@@ -1,0 +1,160 @@
+"""A saved plan comes back as it was, without solving; a plan for something else is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gcsolve
+from tests import models
+from tests.training import assert_same, train
+
+
+def _x(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def _mlp(depth: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    return models.MLP(depth, 64)
+
+
+def _mean(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+CALLS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "tensor": (_mlp, _x(256, 64), {}),
+    "optimizer class": (_mlp, _x(256, 64), {"optimizer": torch.optim.AdamW}),
+    "optimizer bytes": (_mlp, _x(256, 64), {"optimizer": 6.5, "scope": "step", "cost": "flops"}),
+    "activations": (_mlp, _x(256, 64), {"scope": "activations", "device": "h200", "budget": 0.99}),
+    "keywords": (models.Nested, {"x": _x(64, 8), "mask": torch.ones(64, 8), "flip": True}, {"budget": 1.0}),
+    "dropout": (models.Dropout, _x(16, 16), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_plan_comes_back_without_being_solved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, example, options = CALLS[name]
+    model = make()
+    plan = gcsolve.solve(model, example, **{"budget": 0.95, **options})
+    plan.save(tmp_path / "plan.json")
+
+    monkeypatch.setattr("gcsolve.api.solve_problem", None)
+    monkeypatch.setattr("gcsolve.costed.workspace", lambda node, device, measure: _unmeasured(measure))
+    again = gcsolve.load_plan(tmp_path / "plan.json", model)
+    assert again.solution == plan.solution
+    assert again.problem == plan.problem
+    assert again.summary() == plan.summary()
+    assert again.decisions == plan.decisions
+    assert again.overhead_flops == plan.overhead_flops
+    assert_same(train(copy.deepcopy(plan.module), example), train(copy.deepcopy(again.module), example))
+
+
+def _unmeasured(measure: bool) -> Any:
+    from gcsolve.cost.workspace import Workspace
+
+    assert not measure
+    return Workspace(12345, False)  # a wrong estimate: the file's own numbers must be used
+
+
+def test_another_shape_is_planned_as_was_asked(tmp_path: Path) -> None:
+    model = _mlp()
+    gcsolve.solve(model, _x(256, 64), budget=0.9).save(tmp_path / "plan.json")
+    again = gcsolve.load_plan(tmp_path / "plan.json", model)
+    again.module(_x(32, 64)).sum().backward()
+    assert again.at(budget=1.0).overhead == 0.0
+    assert again.verify(steps=1, repeats=0).ok
+
+
+def test_loss_and_an_optimizer_instance(tmp_path: Path) -> None:
+    model = _mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plan = gcsolve.solve(model, _x(256, 64), budget=0.95, loss=_mean, optimizer=sgd)
+    plan.save(tmp_path / "plan.json")
+    again = gcsolve.load_plan(tmp_path / "plan.json", model, loss=_mean)
+    assert again.breakdown == plan.breakdown
+    assert again.breakdown["optimizer"] > 0
+    with pytest.raises(gcsolve.ArgumentError, match="loss=_mean; pass that function"):
+        gcsolve.load_plan(tmp_path / "plan.json", model)
+
+
+def test_arguments_that_the_file_cannot_hold_are_asked_for(tmp_path: Path) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _mlp()
+
+        def forward(self, both: OrderedDict[str, torch.Tensor]) -> torch.Tensor:
+            return self.inner(both["x"])
+
+    model, example = Takes(), (OrderedDict(x=_x(64, 64)),)
+    plan = gcsolve.solve(model, example, budget=0.95)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(gcsolve.ArgumentError, match=r"OrderedDict .* pass example_input="):
+        gcsolve.load_plan(tmp_path / "plan.json", model)
+    assert gcsolve.load_plan(tmp_path / "plan.json", model, example).solution == plan.solution
+
+
+class _Other(models.MLP):
+    """Another class of the same make-up."""
+
+
+class _Relu(models.MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    gcsolve.solve(_mlp(), _x(256, 64), budget=0.9).save(path)
+
+    def refused(model: nn.Module, *given: Any) -> str:
+        with pytest.raises(gcsolve.PlanMismatch) as caught:
+            gcsolve.load_plan(path, model, *given)
+        return str(caught.value)
+
+    assert "class MLP, and here it is _Other" in refused(_Other(6, 64))
+    assert "layers.6.weight" not in refused(_mlp(5))
+    assert "number of parameters and buffers 12, and here it is 14" in refused(_mlp(7))
+    assert "training mode True, and here it is False" in refused(_mlp().eval())
+    frozen = _mlp()
+    next(frozen.parameters()).requires_grad_(False)
+    assert "parameter layers.0.weight" in refused(frozen)
+    relu = _Relu(6, 64)
+    relu.__class__.__qualname__ = "MLP"
+    assert "was aten.gelu.default and is relu (aten.relu.default) at tests/" in refused(relu)
+    assert "their sizes or connections" in refused(_mlp(), _x(128, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in refused(_mlp())
+
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "torch": "1.0"}))
+    assert "torch release 1.0" in refused(_mlp())
+    path.write_text(json.dumps({**record, "format": 99}))
+    assert "format 99" in refused(_mlp())
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "PK\x03\x04"])
+def test_a_file_that_is_no_plan(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(gcsolve.ArgumentError, match=r"x\.json.* is not a plan"):
+        gcsolve.load_plan(tmp_path / "x.json", _mlp())
+
+
+def test_meta_weights(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = models.MLP(6, 64)
+    plan = gcsolve.solve(model, torch.empty(256, 64, device="meta"), budget=0.9)
+    plan.save(tmp_path / "plan.json")
+    assert gcsolve.load_plan(tmp_path / "plan.json", model).solution == plan.solution
