@@ -24,6 +24,7 @@ from gcsolve.simulate import Replay, simulate
 if TYPE_CHECKING:
     from gcsolve.api import MinimumBudget, minimum_budget, solve
     from gcsolve.cost.devices import DeviceSpec, devices, register_device
+    from gcsolve.cost.flops import register_cost
     from gcsolve.plan import Decision, Plan
     from gcsolve.saved import load_plan
     from gcsolve.solvers.base import Solution, Solver, Status
@@ -41,6 +42,7 @@ _LAZY = {
     "DeviceSpec": "gcsolve.cost.devices",
     "devices": "gcsolve.cost.devices",
     "register_device": "gcsolve.cost.devices",
+    "register_cost": "gcsolve.cost.flops",
     "Decision": "gcsolve.plan",
     "Plan": "gcsolve.plan",
     "VerifyReport": "gcsolve.verify",
@@ -82,6 +84,7 @@ __all__ = [
     "devices",
     "load_plan",
     "minimum_budget",
+    "register_cost",
     "register_device",
     "simulate",
     "solve",

@@ -100,10 +100,18 @@ class TracedCall:
     seconds: float
 
     @classmethod
-    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> TracedCall:
+    def of(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        settings: Settings,
+        progress: bool | None = False,
+    ) -> TracedCall:
         started = time.perf_counter()
         tensors, template = flatten((args, kwargs), "example_input")
-        traced = trace(model, args, kwargs, settings.loss, settings.all_outputs)
+        with shown(progress, f"tracing {type(model).__name__}"):
+            traced = trace(model, args, kwargs, settings.loss, settings.all_outputs)
         real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers()))
         made = costed(
             traced,
@@ -114,6 +122,7 @@ class TracedCall:
             optimizer=settings.optimizer,
             scope=settings.scope,
             measure=real,
+            progress=progress,
         )
         graph = made.problem.graph
         store_all = simulate(made.problem, schedule_from_order(graph, range(len(graph.nodes)))).peak_bytes
@@ -154,7 +163,8 @@ def solve(
         optimizer: a `torch.optim` class or instance, or bytes per parameter: its state counts in the budget.
         scope: "step" counts everything; "activations" only what forward and backward allocate.
         solver: a name in `gcsolve.solvers()`, or a solver object.
-        cost: "flops", "roofline" ("auto") or a cost object.
+        cost: "flops", "roofline" ("auto"), "measured" (each distinct op is run on the device, which must be here; kept in
+            the user's cache directory) or a cost object.
         device: where it will run: "cpu", "cuda", or a spec by name ("h200"); default: where the model is.
         time_limit_s: seconds for the solver; at the limit the best plan so far is returned.
         gap: (plan - bound) / plan step cost at which the solver may stop.
@@ -184,8 +194,7 @@ def solve(
     settings = Settings.checked(
         model, loss=loss, optimizer=optimizer, scope=scope, device=device, cost=cost, grad_outputs=grad_outputs
     )
-    with shown(progress, f"tracing {type(model).__name__}"):
-        made = TracedCall.of(model, args, kwargs, settings)
+    made = TracedCall.of(model, args, kwargs, settings, progress)
     allowed = budget_bytes(budget_gb, budget, made.store_all_bytes)
 
     return Session(model, args, kwargs, settings, made).plan(allowed, solver, time_limit_s, gap, progress)

@@ -75,7 +75,7 @@ def _target(parser: argparse.ArgumentParser) -> None:
         help="a function without arguments that returns (model, example_input) or (model, example_input, loss)",
     )
     parser.add_argument("--device", help="where it will run; see `gcsolve devices` (default: where the model is)")
-    parser.add_argument("--cost", default="auto", help="flops or roofline (default: roofline)")
+    parser.add_argument("--cost", default="auto", help="flops, roofline or measured (default: roofline)")
     parser.add_argument("--optimizer", help="a class in torch.optim (AdamW), or bytes per parameter; its state counts")
     parser.add_argument("--scope", default="step", help="step (default), or activations: forward and backward only")
     parser.add_argument(
@@ -153,13 +153,27 @@ def _devices(_: argparse.Namespace) -> None:
             spec.name,
             f"{spec.memory_bytes / 1e9:.0f}",
             f"{spec.bandwidth_bytes_per_s / 1e9:.0f}",
-            *(tera(spec.peak_flops.get(dtype)) for dtype in ("bfloat16", "float16", "float32", "float64")),
+            *(
+                tera(spec.peak_flops.get(dtype))
+                for dtype in ("float8", "bfloat16", "float16", "tf32", "float32", "float64")
+            ),
             spec.source,
         ]
         for spec in devices()
     ]
-    heads = ["device", "GB", "GB/s", "bf16", "fp16", "fp32", "fp64", "source of the figures (TFLOP/s, dense)"]
-    _print_table(heads, rows, right=range(1, 7))
+    heads = [
+        "device",
+        "GB",
+        "GB/s",
+        "fp8",
+        "bf16",
+        "fp16",
+        "tf32",
+        "fp32",
+        "fp64",
+        "source of the figures (TFLOP/s, dense)",
+    ]
+    _print_table(heads, rows, right=range(1, 9))
 
 
 # --- words to values -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from gcsolve._torch import storage_key
 from gcsolve.cost.base import CostModel, OpInfo
 from gcsolve.cost.devices import DeviceSpec
 from gcsolve.cost.flops import op_info
+from gcsolve.cost.measured import Measured, MeasuredTable
 from gcsolve.cost.workspace import Workspace, workspace
 from gcsolve.from_fx import Lowered, clean, lower
 from gcsolve.optimizer import optimizer_bytes
@@ -22,8 +23,9 @@ from gcsolve.trace import Trace
 
 @dataclass(frozen=True)
 class Costed:
-    """`problem` has the store-all peak as its budget; `flops[i]` of node i. `estimated_workspace`: ops (by name) whose
-    workspace was estimated, not measured; `costed_by_bytes`: ops that have no FLOP formula."""
+    """`problem` has no budget yet; `flops[i]` of node i. Ops by name: `estimated_workspace`, whose workspace was estimated,
+    not measured; `costed_by_bytes`, that have no FLOP formula; `estimated_cost`, whose cost was to be measured and could
+    not."""
 
     trace: Trace
     lowered: Lowered
@@ -31,6 +33,7 @@ class Costed:
     flops: tuple[int, ...]
     estimated_workspace: tuple[str, ...]
     costed_by_bytes: tuple[str, ...]
+    estimated_cost: tuple[str, ...] = ()
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], round_bytes: Callable[[int], int] = int) -> int:
@@ -68,6 +71,7 @@ def costed(
     optimizer: Any,
     scope: str,
     measure: bool,
+    progress: bool | None = False,
 ) -> Costed:
     """Give every op of the trace its bytes, workspace, FLOPs and cost.
 
@@ -75,8 +79,11 @@ def costed(
         inputs: the flat tensors of the example input.
         scope: "step" counts what always lives; "activations" only what forward and backward allocate.
         measure: run ops that may have a workspace once on this machine; else estimate it.
+        progress: show a bar while ops are run for their time.
     """
     clean(trace.joint)
+    if isinstance(cost, Measured):
+        cost = cost.prepared(list(trace.joint.graph_module.graph.nodes), progress)
     block = device.allocator_block_bytes
 
     def round_bytes(size: int) -> int:
@@ -93,13 +100,17 @@ def costed(
     infos = [_info(node, item.op) for node, item in zip(lowered.origin, lowered.graph.nodes, strict=True)]
     costs = tuple(0.0 if info is None else cost.cost(info) for info in infos)
     problem = Problem(lowered.graph, costs, 0, cost.unit)
+    known = [info for info in infos if info is not None]
+    by_bytes = [i for i in known if not i.has_formula and (i.seconds is None or cost.unit == "flops")]
+    unmeasured = [i for i in known if isinstance(cost, MeasuredTable) and i.seconds is None and not cost.knows(i)]
     return Costed(
         trace,
         lowered,
         problem,
         tuple(0 if info is None else info.flops for info in infos),
         tuple(sorted({str(n.target) for n, w in spaces.items() if not w.measured and w.size_bytes})),
-        tuple(sorted({info.target for info in infos if info is not None and not info.has_formula})),
+        () if isinstance(cost, MeasuredTable) else tuple(sorted({info.target for info in by_bytes})),
+        tuple(sorted({info.target for info in unmeasured})),
     )
 
 

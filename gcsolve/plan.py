@@ -221,6 +221,8 @@ class Plan:
         ]
         if self.costed.estimated_workspace:
             lines.append(f"workspace estimated, not measured: {', '.join(self.costed.estimated_workspace)}")
+        if self.costed.estimated_cost:
+            lines.append(f"cost estimated (roofline), not measured: {', '.join(self.costed.estimated_cost)}")
         if self.costed.costed_by_bytes:
             lines.append(f"costed by bytes (no FLOP formula): {', '.join(self.costed.costed_by_bytes)}")
         return "\n".join(lines)

@@ -13,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from gcsolve.cost import alone as alone_room
 from gcsolve.cost import devices as device_room
 from gcsolve.cost import workspace as workspace_room
 from gcsolve.cost.base import BYTES_PER_FLOP, Flops, OpInfo, Roofline, get_cost
-from gcsolve.cost.devices import DeviceSpec, calibrated_cpu, devices, get_device, register_device
+from gcsolve.cost.devices import DeviceSpec, calibrated, devices, get_device, register_device
 from gcsolve.cost.flops import node_bytes_moved, node_flops, op_info
 from gcsolve.cost.workspace import workspace, workspace_bytes
 from gcsolve.errors import ArgumentError
@@ -155,7 +156,7 @@ def test_get_cost_by_name_and_by_object():
 
     mine = Mine()
     assert get_cost(mine, H100) is mine
-    with pytest.raises(ArgumentError, match=r"'speed'.*auto, flops, roofline"):
+    with pytest.raises(ArgumentError, match=r"'speed'.*auto, flops, roofline, measured"):
         get_cost("speed", H100)
     with pytest.raises(ArgumentError, match="neither a name nor"):
         get_cost(3, H100)  # type: ignore[arg-type]
@@ -166,7 +167,7 @@ def test_get_cost_by_name_and_by_object():
 
 def test_table_is_plausible():
     wanted = "rtx3090 rtx4090 rtx5090 a10 l4 l40s a100-40gb a100-80gb h100-pcie h100-sxm h200 b200 mi300x v100 cpu"
-    assert {d.name for d in devices()} >= set(wanted.split())
+    assert {d.name for d in devices()} >= {*wanted.split(), "m1", "m1-max", "m2", "m2-ultra", "m4-max"}
     for spec in devices():
         assert spec.source
         assert spec.allocator_block_bytes == (64 if spec.kind == "cpu" else 512)
@@ -176,6 +177,25 @@ def test_table_is_plausible():
             # a GPU's balance for half precision lies between 70 and 450 FLOP a byte
             assert 70 <= spec.peak_flops["float16"] / spec.bandwidth_bytes_per_s <= 450
             assert spec.peak_flops["float16"] > spec.peak_flops["float32"] > spec.peak_flops["float64"]
+            # 8 bits run at twice the rate of 16, float32 on tensor cores at half of it
+            assert spec.peak_flops.get("float8", 0) / spec.peak_flops["float16"] == pytest.approx(2, rel=0.03) or (
+                "float8" not in spec.peak_flops
+            )
+            assert spec.peak_flops.get("tf32", 0) / spec.peak_flops["float16"] == pytest.approx(0.5, rel=0.02) or (
+                "tf32" not in spec.peak_flops
+            )
+
+
+def test_peaks_by_dtype_fall_back():
+    assert H100.peak_for("float8_e5m2") == 2 * 989.5e12
+    assert get_device("a100-80gb").peak_for("float8_e4m3fn") == 312e12  # none of its own: as fast as 16 bits
+    assert get_device("v100").peak_for("tf32") == 15.7e12
+    assert CPU.peak_for("tf32") == CPU.peak_for("int64") == CPU.peak_flops["float32"]
+
+
+def test_reserves_are_stated():
+    assert H100.reserve_bytes == 4 * 10**9
+    assert get_device("m2").reserve_bytes == 6 * 10**9
 
 
 def test_unknown_device_lists_the_known():
@@ -214,6 +234,7 @@ def test_own_device_in_three_lines(monkeypatch):
         ({"peak_flops": {"float16": 1e12}}, "no float32"),
         ({"peak_flops": {"float32": -1.0}}, "float32"),
         ({"launch_s": -1.0}, "launch_s"),
+        ({"kind": "tpu"}, "kind='tpu'.*cuda, mps, cpu"),
     ],
 )
 def test_bad_figures_are_refused(figures, text):
@@ -222,9 +243,11 @@ def test_bad_figures_are_refused(figures, text):
         DeviceSpec("bad", **{**good, **figures})
 
 
-def test_calibrated_cpu_is_measured_once():
-    spec = calibrated_cpu()
-    assert spec is calibrated_cpu()
+def test_calibrated_is_measured_once():
+    spec = calibrated()
+    assert spec is calibrated()
+    with pytest.raises(ArgumentError, match="not here"):
+        calibrated("h200")
     assert spec.source == "measured on this machine"
     assert 1e9 < spec.peak_flops["float32"] < 1e14
     assert 1e8 < spec.bandwidth_bytes_per_s < 1e13
@@ -286,10 +309,10 @@ def test_measured_peak_of_each_op_is_its_outputs_plus_workspace(monkeypatch):
         assert found.output_excess_bytes == 0, f"{node.target} holds other sizes than its shapes say"
         if "getitem" in str(node.target) or node.target is aten.linalg_cholesky_ex.default:
             continue
-        args, kwargs = workspace_room._made_up(node, CPU, workspace_room._well_conditioned)
+        args, kwargs = alone_room.made_up(node, CPU, alone_room.well_conditioned)
         with torch.no_grad(), PeakMeter() as meter:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
-        outputs = sum(workspace_room._fresh_output_bytes(node).values())
+        outputs = sum(alone_room.fresh_output_bytes(node).values())
         assert meter.peak_bytes == outputs + found.size_bytes, str(node.target)
         checked += 1
         del result
@@ -323,7 +346,7 @@ def test_strides_are_part_of_the_signature(monkeypatch):
     nodes = traced(lambda x, y: x.exp() * 0 + y.t().exp(), torch.randn(8, 8), torch.randn(8, 8))
     for node in nodes:
         workspace(node, CPU, measure=True)
-    assert sum("exp" in key[2][0] for key in workspace_room._measured) == 2
+    assert sum("exp" in key[2] for key in workspace_room._measured) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -362,7 +385,7 @@ def test_other_matmuls_are_run(monkeypatch):
 
 def test_too_large_is_estimated(monkeypatch):
     monkeypatch.setattr(workspace_room, "_measured", {})
-    monkeypatch.setattr(workspace_room, "_free_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(alone_room, "free_memory_bytes", lambda device: 1000)
     (node,) = traced(lambda x, w: F.conv2d(x, w), torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3))
     found = workspace(node, CPU, measure=True)
     assert not found.measured

@@ -1,15 +1,16 @@
-"""What one run of an op costs: the contract, and the two models that need nothing to run.
+"""What one run of an op costs: the contract, and the two models that run nothing.
 
 | model | unit | cost of an op |
 |---|---|---|
 | `flops` | flops | its FLOPs; without a formula, bytes moved / `BYTES_PER_FLOP` |
 | `roofline` | s | max(FLOPs / peak for the dtype, bytes moved / bandwidth) + launch time; a view: nothing |
+| `measured` | s | its run on this machine, see `measured.py`; roofline for what cannot be run alone |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 from gcsolve.cost.devices import DeviceSpec
@@ -24,7 +25,8 @@ class OpInfo:
     """What a cost model may know of one op.
 
     `target`: the op's name. `flops`: 0 when `has_formula` is False. `bytes_moved`: read + written; 0 for a view.
-    `dtype`: of its arithmetic, as in "float32". `device`: type of the device it was traced on.
+    `dtype`: of its arithmetic, as in "float32" or "tf32". `device`: type of the device it was traced on. `seconds`: what
+    `register_cost` was told of it, else None. `signature`: equal for two ops that run alike.
     """
 
     target: str
@@ -33,6 +35,8 @@ class OpInfo:
     bytes_moved: int
     dtype: str
     device: str
+    seconds: float | None = None
+    signature: str = field(default="", compare=False)
 
 
 @runtime_checkable
@@ -65,6 +69,8 @@ class Roofline:
     unit: ClassVar[str] = "s"
 
     def cost(self, op: OpInfo) -> float:
+        if op.seconds is not None:
+            return op.seconds
         if not op.flops and not op.bytes_moved:
             return 0.0
         compute_s = op.flops / self.device.peak_for(op.dtype)
@@ -72,9 +78,16 @@ class Roofline:
         return max(compute_s, memory_s) + self.device.launch_s
 
 
+def _measured(device: DeviceSpec) -> CostModel:
+    from gcsolve.cost.measured import Measured
+
+    return Measured.on(device)
+
+
 _MODELS: dict[str, Callable[[DeviceSpec], CostModel]] = {
     "flops": lambda _device: Flops(),
     "roofline": Roofline,
+    "measured": _measured,
 }
 
 
@@ -87,7 +100,7 @@ def get_cost(cost: str | CostModel, device: DeviceSpec) -> CostModel:
     """The cost model of that name for `device` ("auto": roofline), or the model itself.
 
     Raises:
-        ArgumentError: no model has that name; the text lists the known.
+        ArgumentError: no model has that name (the text lists the known), or "measured" for a device that is not here.
     """
     if isinstance(cost, str):
         name = "roofline" if cost == "auto" else cost

@@ -1,12 +1,12 @@
 """What a device can do: memory, bandwidth, arithmetic. Peaks are dense (no structured sparsity), as the vendor prints.
 
-A plan depends on the ratios of these figures (FLOP to byte to launch), hardly on their size. float32 is the plain
-(CUDA core) rate, because torch does matmuls in full float32 unless told otherwise; GPU `memory_bytes` is the printed
-number at 1 GB = 1e9 bytes, of which a driver keeps some. `launch_s` is a usual time between two small kernels in eager
-PyTorch, not a vendor's figure.
+A plan depends on the ratios of these figures (FLOP to byte to launch), hardly on their size, and no efficiency is
+guessed: `calibrated()` measures the rates that a device which is here really reaches. float32 is the plain (CUDA core)
+rate and "tf32" that of tensor cores on float32, which torch uses when its settings allow; "float8" stands for all 8-bit
+kinds. GPU `memory_bytes` is the printed number at 1 GB = 1e9 bytes, of which a driver keeps some. `launch_s` is a usual
+time between two small kernels in eager PyTorch, not a vendor's figure.
 
-The `cpu` entry is a constant, so that the same input gives the same plan everywhere; `calibrated_cpu()` measures this
-machine instead. Your own device:
+The `cpu` entry is a constant, so that the same input gives the same plan everywhere. Your own device:
 
     from gcsolve.cost.devices import DeviceSpec, register_device
     register_device(DeviceSpec("t4", 16e9, 320e9, {"float32": 8.1e12, "float16": 65e12}, source="NVIDIA T4 datasheet"))
@@ -28,6 +28,11 @@ from gcsolve.errors import ArgumentError
 
 _CUDA_LAUNCH_S = 5e-6
 
+# kind of device → (share of its memory, least bytes) that a budget nobody gave leaves free. CUDA: the context, what
+# libraries take past torch's allocator, and its fragmentation. Apple: the memory is the whole machine's, and Metal
+# recommends no more than about three quarters of it. CPU: whatever else runs.
+RESERVES = {"cuda": (0.05, 10**9), "mps": (0.25, 10**9), "cpu": (0.1, 10**9)}
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -40,7 +45,7 @@ class DeviceSpec:
         peak_flops: dtype ("float32") → FLOP/s. float32 must be there and stands in for dtypes that are not.
         launch_s: least seconds an op takes.
         allocator_block_bytes: allocations are rounded up to multiples of this.
-        kind: "cuda" (ROCm included) or "cpu": which kernels will run there.
+        kind: "cuda" (ROCm included), "mps" or "cpu": which kernels will run there.
         source: where the figures are from.
 
     Raises:
@@ -69,6 +74,10 @@ class DeviceSpec:
         for label, figure in figures.items():
             if not (math.isfinite(figure) and figure > 0):
                 raise ArgumentError(f"device {self.name!r}: {label}={figure} must be a finite number > 0")
+        if self.kind not in RESERVES:
+            raise ArgumentError(
+                f"device {self.name!r}: kind={self.kind!r} is not known; known kinds: {', '.join(RESERVES)}"
+            )
         if not (math.isfinite(self.launch_s) and self.launch_s >= 0):
             raise ArgumentError(f"device {self.name!r}: launch_s={self.launch_s} must be a finite number ≥ 0")
 
@@ -76,46 +85,83 @@ class DeviceSpec:
         return hash((self.name, self.memory_bytes, self.bandwidth_bytes_per_s, self.launch_s))
 
     def peak_for(self, dtype: str) -> float:
-        """FLOP/s for that dtype; float32's where the table has none."""
+        """FLOP/s for that dtype, as in "bfloat16", "tf32" or "float8_e4m3fn"; float32's where the table has none (for 8
+        bits: float16's, if there)."""
+        if dtype.startswith("float8"):
+            return self.peak_flops.get("float8", self.peak_for("float16"))
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What a default budget leaves free: see `RESERVES`."""
+        share, least = RESERVES[self.kind]
+        return max(int(share * self.memory_bytes), least)
 
 
 def _gpu(
-    name: str, memory_gb: float, bandwidth_gb_s: float, half: float, single: float, double: float, source: str
+    name: str,
+    memory_gb: float,
+    bandwidth_gb_s: float,
+    tera: tuple[float, ...],
+    source: str,
+    kind: str = "cuda",
 ) -> DeviceSpec:
-    """A GPU from figures in GB, GB/s and TFLOP/s; float16 and bfloat16 run at the same rate on all in the table."""
+    """A GPU from figures in GB, GB/s and TFLOP/s in the order of `_COLUMNS`; 0: it has no such arithmetic."""
+    peaks = {dtype: figure * 1e12 for dtype, figure in zip(_COLUMNS, tera, strict=True) if figure}
     return DeviceSpec(
         name=name,
         memory_bytes=int(memory_gb * 1e9),
         bandwidth_bytes_per_s=bandwidth_gb_s * 1e9,
-        peak_flops={
-            "float16": half * 1e12,
-            "bfloat16": half * 1e12,
-            "float32": single * 1e12,
-            "float64": double * 1e12,
-        },
+        peak_flops=peaks,
+        kind=kind,
         source=source,
     )
 
 
-# name, memory GB, bandwidth GB/s, then dense TFLOP/s: half (tensor cores, float32 accumulate), float32, float64.
+_COLUMNS = ("float16", "bfloat16", "tf32", "float32", "float64", "float8")
+_NV = "NVIDIA"
+_HALVED = "half of the sparse rate"
+
+# name, memory GB, bandwidth GB/s, dense TFLOP/s in the order of _COLUMNS (tensor cores, accumulating in float32)
 _GPUS = (
-    _gpu("rtx3090", 24, 936, 71, 35.6, 0.556, "NVIDIA GA102 whitepaper"),
-    _gpu("rtx4090", 24, 1008, 165.2, 82.6, 1.29, "NVIDIA Ada GPU architecture whitepaper"),
-    _gpu("rtx5090", 32, 1792, 209.5, 104.8, 1.64, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
-    _gpu("a10", 24, 600, 125, 31.2, 0.976, "NVIDIA A10 datasheet (float64: 1/32 of float32)"),
-    _gpu("l4", 24, 300, 121, 30.3, 0.473, "NVIDIA L4 datasheet (half of the sparse rate; float64: 1/64 of float32)"),
-    _gpu("l40s", 48, 864, 362.05, 91.6, 1.43, "NVIDIA L40S datasheet (float64: 1/64 of float32)"),
-    _gpu("a100-40gb", 40, 1555, 312, 19.5, 9.7, "NVIDIA A100 datasheet, SXM 40 GB"),
-    _gpu("a100-80gb", 80, 2039, 312, 19.5, 9.7, "NVIDIA A100 datasheet, SXM 80 GB"),
-    _gpu("h100-pcie", 80, 2000, 756, 51, 26, "NVIDIA H100 datasheet, PCIe (half of the sparse rate)"),
-    _gpu("h100-sxm", 80, 3350, 989, 67, 34, "NVIDIA H100 datasheet, SXM (half of the sparse rate)"),
-    _gpu("h200", 141, 4800, 989, 67, 34, "NVIDIA H200 datasheet, SXM (half of the sparse rate)"),
-    _gpu("b200", 180, 8000, 2250, 75, 37, "NVIDIA HGX B200 datasheet, per GPU (half of the sparse rate)"),
-    _gpu("mi300x", 192, 5300, 1307.4, 163.4, 81.7, "AMD Instinct MI300X data sheet"),
-    replace(
-        _gpu("v100", 32, 900, 125, 15.7, 7.8, "NVIDIA V100 datasheet, SXM2 32 GB (bfloat16 emulated in float32)"),
-        peak_flops={"float16": 125e12, "bfloat16": 15.7e12, "float32": 15.7e12, "float64": 7.8e12},
+    _gpu("rtx3090", 24, 936, (71, 71, 35.6, 35.6, 0.556, 0), f"{_NV} GA102 whitepaper"),
+    _gpu("rtx4090", 24, 1008, (165.2, 165.2, 82.6, 82.6, 1.29, 330.3), f"{_NV} Ada GPU architecture whitepaper"),
+    _gpu("rtx5090", 32, 1792, (209.5, 209.5, 104.8, 104.8, 1.64, 419), f"{_NV} RTX Blackwell architecture whitepaper"),
+    _gpu("a10", 24, 600, (125, 125, 62.5, 31.2, 0.976, 0), f"{_NV} A10 datasheet (float64: 1/32 of float32)"),
+    _gpu(
+        "l4", 24, 300, (121, 121, 60, 30.3, 0.473, 242.5), f"{_NV} L4 datasheet ({_HALVED}; float64: 1/64 of float32)"
+    ),
+    _gpu("l40s", 48, 864, (362.05, 362.05, 183, 91.6, 1.43, 733), f"{_NV} L40S datasheet (float64: 1/64 of float32)"),
+    _gpu("a100-40gb", 40, 1555, (312, 312, 156, 19.5, 9.7, 0), f"{_NV} A100 datasheet, SXM 40 GB"),
+    _gpu("a100-80gb", 80, 2039, (312, 312, 156, 19.5, 9.7, 0), f"{_NV} A100 datasheet, SXM 80 GB"),
+    _gpu("h100-pcie", 80, 2000, (756, 756, 378, 51, 26, 1513), f"{_NV} H100 datasheet, PCIe ({_HALVED})"),
+    _gpu("h100-sxm", 80, 3350, (989, 989, 494.5, 67, 34, 1979), f"{_NV} H100 datasheet, SXM ({_HALVED})"),
+    _gpu("h200", 141, 4800, (989, 989, 494.5, 67, 34, 1979), f"{_NV} H200 datasheet, SXM ({_HALVED})"),
+    _gpu("b200", 180, 8000, (2250, 2250, 1125, 75, 37, 4500), f"{_NV} HGX B200 datasheet, per GPU ({_HALVED})"),
+    _gpu("mi300x", 192, 5300, (1307.4, 1307.4, 653.7, 163.4, 81.7, 2614.9), "AMD Instinct MI300X data sheet"),
+    _gpu(
+        "v100",
+        32,
+        900,
+        (125, 15.7, 0, 15.7, 7.8, 0),
+        f"{_NV} V100 datasheet, SXM2 32 GB (bfloat16 emulated in float32)",
+    ),
+    *(
+        _gpu(name, memory_gb, bandwidth_gb_s, (single, single, 0, single, 0, 0), f"Apple {source}", "mps")
+        for name, memory_gb, bandwidth_gb_s, single, source in (
+            ("m1", 16, 68, 2.6, "M1 announcement; largest memory"),
+            ("m1-max", 64, 400, 10.4, "M1 Max announcement; largest memory"),
+            ("m1-ultra", 128, 800, 21, "M1 Ultra announcement; largest memory"),
+            ("m2", 24, 100, 3.6, "M2 announcement; largest memory"),
+            ("m2-ultra", 192, 800, 27.2, "M2 Ultra announcement; largest memory"),
+            (
+                "m4-max",
+                128,
+                546,
+                16.2,
+                "M4 Max announcement; rate: 40 cores × 128 lanes × 2 × 1.58 GHz, not Apple's figure",
+            ),
+        )
     ),
 )
 
@@ -209,32 +255,48 @@ def _this_gpu(name: str) -> DeviceSpec:
 
 
 @functools.cache
-def calibrated_cpu() -> DeviceSpec:
-    """The CPU of this machine, measured once in this process (about half a second); plans then differ by machine.
+def calibrated(device: str = "cpu") -> DeviceSpec:
+    """`device` ("cpu" or "cuda"), which is here, with the rates it really reaches, measured once in this process.
 
-    Pass it as `device=`. Each figure is the median of several runs.
+    Pass the answer as `device=`; plans then differ by machine. Each figure is the median of several runs (half a second).
+
+    Raises:
+        ArgumentError: the device is not here.
     """
     import torch
+
+    spec = get_device(device)
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+        raise ArgumentError(f"device={device!r} is not here; calibrate on the machine that has it, as device='cuda'")
+    on_gpu = spec.kind == "cuda"
 
     def median_s(run: Callable[[], Any], repeats: int = 7) -> float:
         run()
         seconds = []
         for _ in range(repeats):
+            finish()
             started = time.perf_counter()
             run()
+            finish()
             seconds.append(time.perf_counter() - started)
         return sorted(seconds)[repeats // 2]
 
-    size = 512
-    peaks: dict[str, float] = {}
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        a = torch.ones(size, size, dtype=dtype)
+    def finish() -> None:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    size = 8192 if on_gpu else 512
+    peaks = dict(spec.peak_flops)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16] + ([torch.float16] if on_gpu else [])
+    for dtype in dtypes:
+        a = torch.ones(size, size, dtype=dtype, device=device)
         peaks[str(dtype).removeprefix("torch.")] = 2 * size**3 / median_s(lambda a=a: a @ a, 5)
-    peaks["float16"] = peaks["bfloat16"]
-    large = torch.ones(1 << 24)
-    small = torch.ones(8)
+    if not on_gpu:
+        peaks["float16"] = peaks["bfloat16"]
+    large = torch.ones(1 << (28 if on_gpu else 24), device=device)
+    small = torch.ones(8, device=device)
     return replace(
-        _CPU,
+        spec,
         bandwidth_bytes_per_s=2 * large.nbytes / median_s(lambda: large + large),
         peak_flops=peaks,
         launch_s=median_s(lambda: [small + small for _ in range(100)]) / 100,

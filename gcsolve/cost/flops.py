@@ -6,6 +6,7 @@ formula for. Attention formulas are ours: some releases refuse grouped key/value
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gcsolve import _torch
 from gcsolve.cost.base import OpInfo
+from gcsolve.errors import ArgumentError
 
 Shape = Sequence[int]
 
@@ -25,7 +27,13 @@ def node_flops(node: fx.Node) -> int | None:
 
     Returns:
         an int ≥ 0, or None when no formula is known for the op.
+
+    Raises:
+        ArgumentError: a formula given to `register_cost` answered with something else than a finite number ≥ 0.
     """
+    told = registered(node, "flops")
+    if told is not None:
+        return int(told)
     packet = getattr(node.target, "overloadpacket", node.target)
     args, kwargs = fake_arguments(node)
     if packet in _OWN_FORMULAS:
@@ -78,9 +86,68 @@ def op_info(node: fx.Node) -> OpInfo:
         flops=flops or 0,
         has_formula=flops is not None,
         bytes_moved=node_bytes_moved(node),
-        dtype="none" if kind is None else str(kind.dtype).removeprefix("torch."),
+        dtype="none" if kind is None else _arithmetic(node, kind.dtype),
         device="none" if kind is None else kind.device.type,
+        seconds=registered(node, "s"),
+        signature=signature(node),
     )
+
+
+def _arithmetic(node: fx.Node, dtype: torch.dtype) -> str:
+    """The dtype's name, or "tf32" for what torch's settings let a GPU do in it."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if dtype == torch.float32 and (
+        (packet in _CONVOLUTIONS and torch.backends.cudnn.allow_tf32)
+        or (packet in _MATMULS and torch.get_float32_matmul_precision() != "highest")
+    ):
+        return "tf32"
+    return str(dtype).removeprefix("torch.")
+
+
+# --- costs of the user's own -----------------------------------------------------------------------------------------
+
+_UNITS = ("flops", "s")
+_registered: dict[tuple[Any, str], Callable[..., float]] = {}
+
+
+def register_cost(op: Any, fn: Callable[..., float], *, unit: str = "flops") -> None:
+    """Say what one run of `op` costs, in place of gcsolve's own idea of it, from now on in this process.
+
+    Args:
+        op: an op of `torch.ops` (`torch.ops.mylib.attention`, with or without overload).
+        fn: called with the op's own arguments, tensors as fake tensors (shapes and dtypes, no numbers); returns the cost.
+        unit: "flops", which every analytic cost model uses with the device's peaks; or "s", seconds as they are
+            (`cost="flops"` then counts the op by its bytes).
+
+    Raises:
+        ArgumentError: an argument is none of these. While planning: `fn` answers with no finite number ≥ 0.
+
+    Example:
+        >>> import torch, gcsolve
+        >>> gcsolve.register_cost(torch.ops.aten.sin, lambda x: 20 * x.numel())
+    """
+    if not isinstance(op, (_torch.OpOverload, _torch.OpOverloadPacket)):
+        raise ArgumentError(
+            f"op={op!r} is not an op of torch.ops, as torch.ops.aten.sin or torch.ops.mylib.attention is"
+        )
+    if not callable(fn):
+        raise ArgumentError(f"fn={fn!r} is not callable; pass a function of the op's arguments that returns its cost")
+    if unit not in _UNITS:
+        raise ArgumentError(f"unit={unit!r} is not known; known units: {', '.join(_UNITS)}")
+    _registered[op, unit] = fn
+
+
+def registered(node: fx.Node, unit: str) -> float | None:
+    """What a function given to `register_cost` says of the node, in that unit; None without one."""
+    target = node.target
+    fn = _registered.get((target, unit)) or _registered.get((getattr(target, "overloadpacket", None), unit))
+    if fn is None:
+        return None
+    args, kwargs = fake_arguments(node)
+    cost = fn(*args, **kwargs)
+    if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not math.isfinite(cost) or cost < 0:
+        raise ArgumentError(f"the cost registered for {target} is {cost!r} {unit}; it must be a finite number ≥ 0")
+    return float(cost)
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -89,6 +156,36 @@ def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         fx.map_arg(node.args, lambda n: n.meta.get("val")),  # type: ignore[return-value]
         fx.map_arg(node.kwargs, lambda n: n.meta.get("val")),
     )
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Schema name → argument (fake tensors in place of nodes) of an op's call, defaults included."""
+    args, kwargs = fake_arguments(node)
+    schema = getattr(node.target, "_schema", None)
+    declared = schema.arguments if schema is not None else ()
+    defaults = {a.name: a.default_value for a in declared}
+    return {**defaults, **{a.name: given for a, given in zip(declared, args, strict=False)}, **kwargs}
+
+
+def signature(node: fx.Node) -> str:
+    """The op and all that its run can depend on but the numbers in its tensors: equal for two nodes that run alike."""
+    seen: dict[int, int] = {}
+
+    def text(leaf: Any) -> str:
+        if not isinstance(leaf, torch.Tensor):
+            return repr(leaf)
+        at = seen.setdefault(id(leaf), len(seen))  # the same tensor twice is read once
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return f"%{at}:{dtype}{list(leaf.shape)}/{list(leaf.stride())}@{leaf.device.type}"
+
+    args, kwargs = _torch.pytree.tree_map(lambda leaf: _Text(text(leaf)), fake_arguments(node))
+    return f"{node.target}{args}{kwargs or ''}"
+
+
+class _Text(str):
+    """Text that prints without quotes."""
+
+    __repr__ = str.__str__
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -106,17 +203,15 @@ def _written(node: fx.Node) -> list[torch.Tensor]:
     """The arguments that the op changes in place."""
     if not isinstance(node.target, _torch.OpOverload):
         return []
-    args, kwargs = fake_arguments(node)
-    found: list[torch.Tensor] = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            found.extend(_tensors(given))
-    return found
+    named = named_arguments(node)
+    written = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for name in written for t in _tensors(named[name])]
 
 
 aten = torch.ops.aten
 
+_MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten.mv, aten.addmv})
+_CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 _PICKS_ROWS = frozenset(
     {aten.embedding, aten.gather, aten.index, aten.index_select, aten.slice_scatter, aten.select_scatter}
 )

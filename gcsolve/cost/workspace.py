@@ -17,11 +17,9 @@ run once with made-up tensors and its allocator events are read; nothing is assu
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +27,15 @@ import torch
 from torch import fx
 
 from gcsolve import _torch
+from gcsolve.cost.alone import fits, fresh_output_bytes, is_here, leaves, may_run, run_alone, well_conditioned, zeros
 from gcsolve.cost.base import Roofline
-from gcsolve.cost.devices import DeviceSpec, get_device
-from gcsolve.cost.flops import fake_arguments, op_info
+from gcsolve.cost.devices import DeviceSpec
+from gcsolve.cost.flops import fake_arguments, op_info, signature
 from gcsolve.measure import peak_of_events
 
 aten = torch.ops.aten
 
-MAX_MEMORY_SHARE = 0.25  # of the free memory: an op whose operands and results take more is not run
-MAX_SECONDS = 2.0  # an op estimated slower than this is not run
+MAX_SECONDS = 2.0  # an op estimated slower than this is not run just for its workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +72,11 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
         return Workspace(0, measured=True)
     if device.kind == "cpu" and _is_plain_matmul(node):
         return Workspace(0, measured=True)
-    if measure and _is_here(device) and _may_run(node):
-        key = (device.kind, torch.get_num_threads(), _signature(node))
+    if measure and is_here(device) and may_run(node):
+        key = _key(signature(node), device)
         if key in _measured:
             return _measured[key]
-        if _is_small_enough(node, device):
+        if fits(node, device) and Roofline(device).cost(op_info(node)) <= MAX_SECONDS:
             found = _run(node, device)
             if found is not None:
                 _measured[key] = found
@@ -89,12 +87,21 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
 _measured: dict[Any, Workspace] = {}
 
 
+def _key(signature: str, device: DeviceSpec) -> tuple[str, int, str]:
+    return device.kind, torch.get_num_threads(), signature
+
+
+def remember(signature: str, device: DeviceSpec, size_bytes: int, output_excess_bytes: int) -> None:
+    """Take a workspace that was measured here earlier (a cache on disk) as measured in this process."""
+    _measured.setdefault(_key(signature, device), Workspace(size_bytes, True, output_excess_bytes))
+
+
 def _is_plain_matmul(node: fx.Node) -> bool:
     """A float32 or float64 matmul whose operands BLAS reads as they lie: it writes into its output and takes nothing
     else from torch's allocator (a test runs such a one), and the largest ones would take seconds to run."""
     if getattr(node.target, "overloadpacket", None) not in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
         return False
-    tensors = [t for t in _leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
     return all(t.dtype in (torch.float32, torch.float64) for t in tensors) and all(
         _is_blas_layout(t) for t in tensors if t.dim() > 1
     )
@@ -109,90 +116,15 @@ def _is_blas_layout(t: torch.Tensor) -> bool:
 
 # --- measuring -------------------------------------------------------------------------------------------------------
 
-# Namespaces whose ops only compute: running one for its memory has no other effect (a collective would wait for peers).
-_PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
-
-
-def _is_here(device: DeviceSpec) -> bool:
-    return device.kind == "cpu" or (torch.cuda.is_available() and get_device("cuda").name == device.name)
-
-
-# Ops that read something a made-up tensor cannot stand for (a packed or library-made buffer): a kernel trusts it blindly
-# and may end the process.
-_OPAQUE = re.compile(r"rnn|lstm|gru|miopen|sparse|quantiz|fbgemm|packed|embedding_bag")
-
-
-def _may_run(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, _torch.OpOverload) or target.namespace not in _PURE_NAMESPACES:
-        return False
-    return not _OPAQUE.search(str(target))
-
-
-def _signature(node: fx.Node) -> Any:
-    """Hashable: equal for two nodes whose runs cannot differ in memory."""
-
-    def freeze(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return ("tensor", tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type)
-        return leaf if isinstance(leaf, int | float | str | bool | type(None)) else repr(leaf)
-
-    leaves, spec = _torch.pytree.tree_flatten(fake_arguments(node))
-    return (str(node.target), tuple((type(leaf).__name__, freeze(leaf)) for leaf in leaves), str(spec))
-
-
-def _free_memory_bytes(device: DeviceSpec) -> int:
-    if device.kind == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return device.memory_bytes // 4
-
-
-def _is_small_enough(node: fx.Node, device: DeviceSpec) -> bool:
-    tensors = [t for t in _leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
-    sizes = [s for t in tensors for s in (*t.shape, *t.stride())]
-    if not all(isinstance(s, int) for s in sizes):
-        return False  # a size that is known only when it runs
-    needed = sum(_extent_bytes(t) for t in tensors) + 2 * sum(_fresh_output_bytes(node).values())
-    if needed > MAX_MEMORY_SHARE * _free_memory_bytes(device):
-        return False
-    return Roofline(device).cost(op_info(node)) <= MAX_SECONDS
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return _torch.pytree.tree_leaves(tree)
-
-
-def _extent_bytes(t: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
-    if t.numel() == 0:
-        return 0
-    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
-
-
-def _fresh_output_bytes(node: fx.Node) -> dict[int, int]:
-    """Storage → bytes of the outputs that are not views of inputs."""
-    inputs = {_torch.storage_key(t) for t in _leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)}
-    outputs = [t for t in _leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
-    keyed = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in outputs}
-    return {key: size for key, size in keyed.items() if key not in inputs}
-
 
 def _run(node: fx.Node, device: DeviceSpec) -> Workspace | None:
     """Run the op once on made-up tensors; None when it will not run on any of them."""
-    expected = sum(_fresh_output_bytes(node).values())
-    with _torch.no_modes(), torch.no_grad(), _torch.disable_autocast(), _random_state_kept(device):
-        for fill in (_zeros, _well_conditioned):
-            try:
-                args, kwargs = _made_up(node, device, fill)
-                peak, end = _peak_of(lambda a=args, k=kwargs: node.target(*a, **k), device)  # type: ignore[operator]
-            except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError):
-                continue  # values that this op refuses (a singular matrix), or a kernel that is not built here
-            return Workspace(max(0, peak - expected), True, end - expected)
-    return None
+    expected = sum(fresh_output_bytes(node).values())
+    found = run_alone(node, device, (zeros, well_conditioned), lambda run: _peak_of(run, device))
+    if found is None:
+        return None
+    peak, end = found
+    return Workspace(max(0, peak - expected), True, end - expected)
 
 
 def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> tuple[int, int]:
@@ -216,45 +148,6 @@ def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> tuple[int, int]:
     return peak_of_events(events)
 
 
-@contextlib.contextmanager
-def _random_state_kept(device: DeviceSpec) -> Iterator[None]:
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.kind == "cuda" else []):
-        yield
-
-
-def _made_up(
-    node: fx.Node, device: DeviceSpec, fill: Callable[[torch.Tensor, str], torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The node's arguments with real tensors of the same sizes, strides and dtypes in place of the fake ones."""
-    made: dict[int, torch.Tensor] = {}
-
-    def real(leaf: Any) -> Any:
-        if isinstance(leaf, torch.device):
-            return torch.device(device.kind)
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in made:
-            where = "cpu" if leaf.device.type == "cpu" and leaf.dim() == 0 else device.kind
-            made[id(leaf)] = fill(leaf, where)
-        return made[id(leaf)]
-
-    return _torch.pytree.tree_map(real, fake_arguments(node))
-
-
-def _zeros(like: torch.Tensor, device: str) -> torch.Tensor:
-    """Valid for every index, label and mask."""
-    flat = torch.zeros(_extent_bytes(like) // like.element_size(), dtype=like.dtype, device=device)
-    return flat.as_strided(like.shape, like.stride())
-
-
-def _well_conditioned(like: torch.Tensor, device: str) -> torch.Tensor:
-    """Positive definite matrices, for the linear algebra that refuses zeros."""
-    t = _zeros(like, device)
-    if t.dim() >= 2 and t.shape[-1] == t.shape[-2] and t.dtype.is_floating_point:
-        t.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    return t
-
-
 # --- estimating ------------------------------------------------------------------------------------------------------
 
 _MIB = 1 << 20
@@ -273,7 +166,7 @@ def _size(t: Any) -> int:
 
 def _convolution(node: fx.Node, device: DeviceSpec) -> int:
     args, kwargs = fake_arguments(node)
-    tensors = [*_leaves((args, kwargs)), *_leaves(node.meta.get("val"))]
+    tensors = [*leaves((args, kwargs)), *leaves(node.meta.get("val"))]
     total = sum(_size(t) for t in tensors)
     return total if device.kind == "cpu" else min(total, 256 * _MIB)
 
@@ -301,12 +194,12 @@ def _attention_backward(node: fx.Node, device: DeviceSpec) -> int:
 
 def _sorts(node: fx.Node, _device: DeviceSpec) -> int:
     args, _ = fake_arguments(node)
-    keys = max((_size(t) for t in _leaves(args[:2]) if isinstance(t, torch.Tensor)), default=0)
+    keys = max((_size(t) for t in leaves(args[:2]) if isinstance(t, torch.Tensor)), default=0)
     return 2 * keys
 
 
 def _sorts_indices(node: fx.Node, _device: DeviceSpec) -> int:
-    indices = [t for t in _leaves(fake_arguments(node)) if isinstance(t, torch.Tensor) and t.dtype == torch.int64]
+    indices = [t for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor) and t.dtype == torch.int64]
     return 4 * sum(_size(t) for t in indices)
 
 
@@ -319,7 +212,7 @@ def _casts(node: fx.Node, device: DeviceSpec) -> int:
     if not isinstance(out, torch.Tensor) or target.overloadpacket in (aten._to_copy, aten.clone, aten.where):
         return 0
     args, kwargs = fake_arguments(node)
-    operands = [t for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    operands = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     return sum(t.numel() * out.element_size() for t in operands if t.dtype != out.dtype and t.dim())
 
 

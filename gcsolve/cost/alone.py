@@ -1,0 +1,214 @@
+"""Running one op of a traced graph alone, on the machine at hand, with made-up tensors in place of its arguments.
+
+`workspace.py` does it for the bytes an op takes, `measured.py` for its seconds. Only ops that compute and nothing else
+are run (a collective would wait for its peers), and none whose operands would take much of the free memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from gcsolve import _torch
+from gcsolve.cost.devices import DeviceSpec, get_device
+from gcsolve.cost.flops import fake_arguments, named_arguments
+
+aten = torch.ops.aten
+
+MAX_MEMORY_SHARE = 0.25  # of the free memory: an op whose operands and results take more is not run
+
+_PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
+
+# Ops that read something a made-up tensor cannot stand for (a packed or library-made buffer): a kernel trusts it blindly
+# and may end the process.
+_OPAQUE = re.compile(r"rnn|lstm|gru|miopen|sparse|quantiz|fbgemm|packed|embedding_bag")
+
+Fill = Callable[[torch.Tensor, str, int], torch.Tensor]  # (fake, device, values an index into something may take)
+
+
+def is_here(device: DeviceSpec) -> bool:
+    """Whether this machine can run what would run on that device."""
+    return device.kind == "cpu" or (torch.cuda.is_available() and get_device("cuda").name == device.name)
+
+
+def may_run(node: fx.Node) -> bool:
+    """Whether running the op alone has no effect but its result."""
+    target = node.target
+    if not isinstance(target, _torch.OpOverload) or target.namespace not in _PURE_NAMESPACES:
+        return False
+    return not _OPAQUE.search(str(target))
+
+
+def free_memory_bytes(device: DeviceSpec) -> int:
+    """Bytes that could be allocated there now."""
+    if device.kind == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return device.memory_bytes // 4
+
+
+def fits(node: fx.Node, device: DeviceSpec) -> bool:
+    """Whether its operands and results are a small enough part of the free memory; False for sizes not known yet."""
+    tensors = [t for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
+    sizes = [s for t in tensors for s in (*t.shape, *t.stride())]
+    if not all(isinstance(s, int) for s in sizes):
+        return False
+    needed = sum(_extent_bytes(t) for t in tensors) + 2 * sum(fresh_output_bytes(node).values())
+    return needed <= MAX_MEMORY_SHARE * free_memory_bytes(device)
+
+
+def fresh_output_bytes(node: fx.Node) -> dict[int, int]:
+    """Storage → bytes of the outputs that are not views of inputs."""
+    inputs = {_torch.storage_key(t) for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)}
+    outputs = [t for t in leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+    keyed = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in outputs}
+    return {key: size for key, size in keyed.items() if key not in inputs}
+
+
+def run_alone(
+    node: fx.Node, device: DeviceSpec, fills: tuple[Fill, ...], use: Callable[[Callable[[], Any]], Any]
+) -> Any:
+    """`use(run)` of the first filling that the op accepts; None when it will not run on any.
+
+    `run()` calls the op once. Autograd, autocast and any tracing mode are off, and the random state is as before after.
+    """
+    with _torch.no_modes(), torch.no_grad(), _torch.disable_autocast(), _random_state_kept(device):
+        for fill in fills:
+            try:
+                args, kwargs = made_up(node, device, fill)
+                return use(lambda a=args, k=kwargs: node.target(*a, **k))  # type: ignore[operator]
+            except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError):
+                continue  # values that this op refuses (a singular matrix), or a kernel that is not built here
+    return None
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: DeviceSpec) -> Iterator[None]:
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.kind == "cuda" else []):
+        yield
+
+
+def leaves(tree: Any) -> list[Any]:
+    return _torch.pytree.tree_leaves(tree)
+
+
+# --- made-up tensors -------------------------------------------------------------------------------------------------
+
+
+def made_up(node: fx.Node, device: DeviceSpec, fill: Fill) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with real tensors of the same sizes, strides and dtypes in place of the fake ones."""
+    made: dict[int, torch.Tensor] = {}
+    bounds = _index_bounds(node)
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device(device.kind)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in made:
+            where = "cpu" if leaf.device.type == "cpu" and leaf.dim() == 0 else device.kind
+            made[id(leaf)] = fill(leaf, where, bounds.get(id(leaf), 1))
+        return made[id(leaf)]
+
+    return _torch.pytree.tree_map(real, fake_arguments(node))
+
+
+def zeros(like: torch.Tensor, device: str, _bound: int) -> torch.Tensor:
+    """Valid for every index, label and mask."""
+    flat = torch.zeros(_extent_bytes(like) // like.element_size(), dtype=like.dtype, device=device)
+    return flat.as_strided(like.shape, like.stride())
+
+
+def well_conditioned(like: torch.Tensor, device: str, bound: int) -> torch.Tensor:
+    """Positive definite matrices, for the linear algebra that refuses zeros."""
+    t = zeros(like, device, bound)
+    if t.dim() >= 2 and t.shape[-1] == t.shape[-2] and t.dtype.is_floating_point:
+        t.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return t
+
+
+def lively(like: torch.Tensor, device: str, bound: int) -> torch.Tensor:
+    """Values that take their usual time: numbers in 0.5 .. 1.5 (no root, logarithm or quotient of them is special or
+    tiny), coin tosses for masks, indices spread over all that they may name."""
+    t = zeros(like, device, bound)
+    flat = t.as_strided((_extent_bytes(like) // like.element_size(),), (1,))
+    seeded = torch.Generator(device=flat.device).manual_seed(0)
+    if like.dtype.is_complex:
+        torch.view_as_real(flat).uniform_(0.5, 1.5, generator=seeded)
+    elif like.dtype.is_floating_point and like.dtype.itemsize == 1:  # no generator writes float8
+        flat.copy_(torch.empty(flat.shape, device=device).uniform_(0.5, 1.5, generator=seeded))
+    elif like.dtype.is_floating_point:
+        flat.uniform_(0.5, 1.5, generator=seeded)
+    elif like.dtype == torch.bool:
+        flat.random_(0, 2, generator=seeded)
+    elif bound > 1:
+        flat.random_(0, bound, generator=seeded)
+    return t
+
+
+def _extent_bytes(t: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if t.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+
+
+def _index_bounds(node: fx.Node) -> dict[int, int]:
+    """id of an argument that holds indices → how many values an index may take."""
+    packet = getattr(node.target, "overloadpacket", None)
+    rule = _INDEXING.get(packet)
+    if rule is None:
+        return {}
+    named = named_arguments(node)
+    return {id(t): n for t, n in rule(named) if isinstance(t, torch.Tensor) and not t.dtype.is_floating_point}
+
+
+Bounds = list[tuple[Any, int]]
+
+
+def _along_dim(named: dict[str, Any]) -> Bounds:
+    return [(named["index"], named["self"].shape[named["dim"]] if named["self"].dim() else 1)]
+
+
+def _advanced(named: dict[str, Any]) -> Bounds:
+    return list(zip(named["indices"], named["self"].shape, strict=False))
+
+
+def _classes(named: dict[str, Any]) -> Bounds:
+    scores = named["self"]
+    return [(named["target"], scores.shape[1 if scores.dim() > 1 else 0])]
+
+
+def _plane(axes: int) -> Callable[[dict[str, Any]], Bounds]:
+    return lambda named: [(named["indices"], math.prod(named["self"].shape[-axes:]))]
+
+
+_INDEXING: dict[Any, Callable[[dict[str, Any]], Bounds]] = {
+    aten.embedding: lambda named: [(named["indices"], named["weight"].shape[0])],
+    aten.embedding_dense_backward: lambda named: [(named["indices"], named["num_weights"])],
+    aten.index: _advanced,
+    aten.index_put: _advanced,
+    aten.index_put_: _advanced,
+    aten._unsafe_index: _advanced,
+    aten._unsafe_index_put: _advanced,
+    aten.nll_loss_forward: _classes,
+    aten.nll_loss_backward: _classes,
+    aten.nll_loss2d_forward: _classes,
+    aten.nll_loss2d_backward: _classes,
+    aten.max_pool2d_with_indices_backward: _plane(2),
+    aten.max_pool3d_with_indices_backward: _plane(3),
+    **dict.fromkeys(
+        (aten.gather, aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_select, aten.index_add),
+        _along_dim,
+    ),
+    **dict.fromkeys((aten.index_copy, aten.index_fill), _along_dim),
+}

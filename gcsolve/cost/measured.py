@@ -1,0 +1,242 @@
+"""`cost="measured"`: seconds of each distinct op, run alone on the machine where the plan will run.
+
+Each signature (op, shapes, strides, dtypes, other arguments) is run once a machine, however many layers repeat it: warmed
+up, then repeated until its three fastest runs agree (what a busy machine adds is never less than nothing, so the fast
+runs are the true ones). Operands are warm in the caches between repeats, as an op's inputs mostly are right after the op
+that made them. An op that cannot be run alone (another library's, or operands beyond a quarter of the free memory) is
+costed by the roofline, and `plan.summary()` names it.
+
+Times and workspaces are kept in the user's cache directory, one file a device, torch version and number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from gcsolve.cost.alone import fits, is_here, lively, may_run, run_alone, well_conditioned, zeros
+from gcsolve.cost.base import CostModel, OpInfo, Roofline
+from gcsolve.cost.devices import DeviceSpec
+from gcsolve.cost.flops import node_bytes_moved, registered, signature
+from gcsolve.cost.workspace import remember, workspace
+from gcsolve.errors import ArgumentError
+from gcsolve.progress import bar
+
+SPREAD = 0.03  # the three fastest samples of an op lie within this share of the fastest
+MIN_SAMPLE_S = 3e-4  # short ops are run several times a sample
+MAX_OP_S = 1.5  # sampling of one op ends here, but not before three samples
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Asks for measured costs on `device`; `prepared` runs what is not known yet."""
+
+    device: DeviceSpec
+    name: ClassVar[str] = "measured"
+    unit: ClassVar[str] = "s"
+
+    @classmethod
+    def on(cls, device: DeviceSpec) -> Measured:
+        """
+        Raises:
+            ArgumentError: that device is not here.
+        """
+        if not is_here(device):
+            raise ArgumentError(
+                f"cost='measured' runs ops on {device.name}, which is not here; plan on that machine, or use cost='roofline'"
+            )
+        return cls(device)
+
+    def cost(self, op: OpInfo) -> float:
+        """Of an op that nothing is known of: the roofline's."""
+        return Roofline(self.device).cost(op)
+
+    def prepared(self, nodes: Sequence[fx.Node], progress: bool | None) -> CostModel:
+        """The cost model for the ops of one graph; runs each distinct one that neither this process nor the cache knows."""
+        distinct = {signature(n): n for n in nodes if n.op == "call_function" and node_bytes_moved(n)}
+        cache = OpCache.of(self.device)
+        known = cache.load()
+        for key, run in known.items():
+            if run.workspace_bytes is not None:
+                remember(key, self.device, run.workspace_bytes, run.output_excess_bytes)
+        todo = [key for key, n in distinct.items() if key not in known and may_run(n) and registered(n, "s") is None]
+        fresh: dict[str, OpRun] = {}
+        with bar(progress if todo else False, len(todo)) as begin:
+            for key in todo:
+                begin(f"measuring {distinct[key].target}")
+                found = measure(distinct[key], self.device)
+                if found is not None:
+                    fresh[key] = found
+        if fresh:
+            cache.save(fresh)
+        known = {**known, **fresh}
+        return MeasuredTable(self.device, {key: known[key].seconds for key in distinct if key in known})
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredTable:
+    """Seconds by op signature; roofline seconds for an op that is not in the table."""
+
+    device: DeviceSpec
+    seconds: Mapping[str, float]
+    name: ClassVar[str] = "measured"
+    unit: ClassVar[str] = "s"
+
+    def cost(self, op: OpInfo) -> float:
+        if op.seconds is not None or not self.knows(op):
+            return Roofline(self.device).cost(op)
+        return self.seconds[op.signature]
+
+    def knows(self, op: OpInfo) -> bool:
+        """Whether its cost was measured (nothing needs to be for a view, or where `register_cost` was told)."""
+        return op.signature in self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """What running one op showed. `workspace_bytes`: None when it was not measured."""
+
+    seconds: float
+    workspace_bytes: int | None
+    output_excess_bytes: int = 0
+
+
+def measure(node: fx.Node, device: DeviceSpec) -> OpRun | None:
+    """Run the op on `device`, which is here; None when it cannot be run alone."""
+    if not fits(node, device):
+        return None
+    seconds = run_alone(node, device, (lively, zeros, well_conditioned), lambda run: op_seconds(run, device))
+    if seconds is None:
+        return None
+    space = workspace(node, device, measure=True)
+    return OpRun(seconds, space.size_bytes if space.measured else None, space.output_excess_bytes)
+
+
+def op_seconds(run: Callable[[], Any], device: DeviceSpec) -> float:
+    """Seconds of one `run()`: the mean of the three fastest samples once they agree, or when time is up."""
+    sample = _cuda_seconds if device.kind == "cuda" else _wall_seconds
+    sample(run, 1)  # libraries choose algorithms and make their handles
+    calls = max(1, math.ceil(MIN_SAMPLE_S / max(sample(run, 1), 1e-7)))
+    samples: list[float] = []
+    began = time.perf_counter()
+    while True:
+        samples.append(sample(run, calls))
+        fastest = sorted(samples)[:3]
+        if len(fastest) == 3 and (fastest[2] <= (1 + SPREAD) * fastest[0] or time.perf_counter() - began > MAX_OP_S):
+            return sum(fastest) / 3
+
+
+def _wall_seconds(run: Callable[[], Any], calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - started) / calls
+
+
+def _cuda_seconds(run: Callable[[], Any], calls: int) -> float:
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    before.record()
+    for _ in range(calls):
+        run()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / 1e3 / calls
+
+
+# --- the cache on disk -----------------------------------------------------------------------------------------------
+
+
+def cache_directory() -> Path:
+    """Where the user's caches live: $XDG_CACHE_HOME, else the platform's usual place."""
+    home = Path.home()
+    usual = {"darwin": home / "Library" / "Caches", "win32": Path(os.environ.get("LOCALAPPDATA", home / "AppData"))}
+    base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, home / ".cache")
+    return Path(base) / "gcsolve"
+
+
+@functools.cache
+def _processor() -> str:
+    """The CPU in words, as exactly as the system tells."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
+    except OSError:
+        names = []
+    return f"{', '.join(names) or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+@dataclass(frozen=True)
+class OpCache:
+    """One file: `header` says what its times hold for, `path` where it lies."""
+
+    path: Path
+    header: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> OpCache:
+        """The cache for what runs on `device` in this process."""
+        on_gpu = device.kind == "cuda"
+        header = {
+            "format": FORMAT,
+            "device": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if on_gpu else _processor(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+        name = hashlib.sha256(json.dumps(header).encode()).hexdigest()[:16]
+        return cls(cache_directory() / f"ops-{name}.json", header)
+
+    def load(self) -> dict[str, OpRun]:
+        """What the file knows; nothing, with a warning, when it is not ours or damaged."""
+        try:
+            found = json.loads(self.path.read_text())
+            if found["header"] != self.header:
+                raise ValueError("its header is another's")
+            return {key: _checked(run) for key, run in found["ops"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            warnings.warn(f"the cache of measured ops {self.path} is ignored and made again: {error}", stacklevel=2)
+            return {}
+
+    def save(self, fresh: Mapping[str, OpRun]) -> None:
+        """Add to the file; another process sees either the old file or the new one."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said when it was loaded
+            runs = {**self.load(), **fresh}
+        text = json.dumps(
+            {"header": self.header, "ops": {key: asdict(run) for key, run in sorted(runs.items())}}, indent=1
+        )
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".part", delete=False) as part:
+                part.write(text)
+            os.replace(part.name, self.path)
+        except OSError as error:
+            warnings.warn(f"measured ops could not be kept for the next time ({error})", stacklevel=2)
+
+
+def _checked(run: dict[str, Any]) -> OpRun:
+    made = OpRun(**run)
+    space = made.workspace_bytes
+    if not (isinstance(made.seconds, (int, float)) and math.isfinite(made.seconds) and made.seconds >= 0):
+        raise ValueError(f"an op takes {made.seconds!r} s")
+    if not (space is None or (isinstance(space, int) and space >= 0)) or not isinstance(made.output_excess_bytes, int):
+        raise ValueError(f"an op's workspace is {space!r} bytes, {made.output_excess_bytes!r} in its outputs")
+    return made

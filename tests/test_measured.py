@@ -1,0 +1,222 @@
+"""cost="measured": each distinct op run once a machine, valid made-up inputs, the cache on disk; and register_cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gcsolve
+from gcsolve.cost import alone, flops, measured
+from gcsolve.cost.base import get_cost
+from gcsolve.cost.devices import get_device
+from gcsolve.cost.measured import OpCache, OpRun, cache_directory, op_seconds
+from gcsolve.errors import ArgumentError
+from tests.models import MLP
+from tests.test_cost import CPU, the, traced
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "gcsolve"
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ops that were run for their time, none of them longer than it must."""
+    found: list[str] = []
+    real = measured.measure
+    monkeypatch.setattr(measured, "MAX_OP_S", 0.0)
+    monkeypatch.setattr(measured, "measure", lambda n, d: (found.append(str(n.target)), real(n, d))[1])
+    return found
+
+
+def planned(depth: int = 4, rows: int = 64) -> gcsolve.Plan:
+    return gcsolve.solve(MLP(depth), torch.randn(rows, 32), budget=0.95, cost="measured")
+
+
+def test_repeated_layers_are_measured_once_and_kept_for_the_next_process(ran, own_cache):
+    plan = planned(4)
+    first = list(ran)
+    assert first.count("aten.gelu.default") == 1
+    assert plan.cost == "measured"
+    assert plan.problem.cost_unit == "s"
+    assert not plan.costed.estimated_cost
+    ran.clear()
+    planned(6)  # more of the same layers; nothing is kept in the process, so what is known comes from the file
+    assert ran == []
+    planned(4, rows=65)
+    assert sorted(ran) == sorted(first)  # other shapes are other ops
+    assert len(list(own_cache.glob("ops-*.json"))) == 1
+
+
+def test_the_plans_costs_are_those_in_the_cache(ran):
+    planned()
+    cache = OpCache.of(CPU)
+    runs = cache.load()
+    cache.save({key: OpRun(7.0, run.workspace_bytes) for key, run in runs.items() if "gelu.default" in key})
+    problem = planned().problem
+    costs = {c for c, node in zip(problem.cost, problem.graph.nodes, strict=True) if node.op == "aten.gelu.default"}
+    assert costs == {7.0}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: json.dumps({**json.loads(text), "header": {"device": "another"}}),
+        lambda text: text.replace('"seconds": ', '"seconds": -'),
+        lambda text: text.replace('"seconds"', '"minutes"'),
+    ],
+    ids=["cut off", "not ours", "another machine's", "impossible", "other fields"],
+)
+def test_a_damaged_or_foreign_cache_is_said_and_made_again(ran, damage):
+    planned()
+    path = OpCache.of(CPU).path
+    path.write_text(damage(path.read_text()))
+    ran.clear()
+    with pytest.warns(UserWarning, match="ignored and made again"):
+        planned()
+    assert ran
+    ran.clear()
+    planned()  # no warning (they are errors here), nothing to run
+    assert ran == []
+
+
+def test_a_cache_that_cannot_be_written_is_said(ran, own_cache):
+    own_cache.write_text("a file where the directory should be")
+    with pytest.warns(UserWarning, match="ignored"), pytest.warns(UserWarning, match="could not be kept"):
+        planned()
+
+
+def test_the_file_is_the_devices_torchs_and_the_threads(monkeypatch):
+    one = OpCache.of(CPU).path
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    two = OpCache.of(CPU).path
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    three = OpCache.of(CPU).path
+    monkeypatch.setattr(measured, "_processor", lambda: "another")
+    assert len({one, two, three, OpCache.of(CPU).path}) == 4
+    assert one.parent == cache_directory()
+
+
+def test_sampling_ends_when_the_three_fastest_agree(monkeypatch):
+    samples = iter([1.0, 1.0, 9.0, 5.0, 8.0, 5.1, 7.0, 5.05, 1.0])
+    monkeypatch.setattr(measured, "_wall_seconds", lambda run, calls: next(samples))
+    assert op_seconds(lambda: None, CPU) == pytest.approx((5.0 + 5.1 + 5.05) / 3)
+
+
+def test_a_device_that_is_not_here_is_refused():
+    with pytest.raises(ArgumentError, match=r"mi300x, which is not here.*roofline"):
+        get_cost("measured", get_device("mi300x"))
+
+
+# --- made-up inputs --------------------------------------------------------------------------------------------------
+
+
+def indexing(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, image: torch.Tensor) -> Any:
+    x, table, image = (t.detach().requires_grad_() for t in (x, table, image))
+    rows = F.embedding(ids, table)
+    picked = x.gather(1, ids) + x[ids[0], ids[0]].sum() + x.index_select(0, ids[0]).sum()
+    pooled = F.max_pool2d(image, 2)
+    loss = F.cross_entropy(x, ids[:, 0]) + rows.sum() + picked.sum() + (pooled * pooled).sum()
+    return torch.autograd.grad(loss, [x, table, image])
+
+
+def test_indices_are_spread_over_all_that_they_may_name():
+    nodes = traced(
+        indexing, torch.randn(5, 7), torch.randn(50, 4), torch.randint(0, 5, (5, 3)), torch.randn(1, 1, 8, 8)
+    )
+    seen = set()
+    for node in nodes:
+        bounds = alone._index_bounds(node)
+        if not bounds:
+            continue
+        seen.add(node.target.overloadpacket)  # type: ignore[union-attr]
+        args, kwargs = alone.made_up(node, CPU, alone.lively)
+        node.target(*args, **kwargs)  # type: ignore[operator]
+        fakes, reals = (alone.leaves(t) for t in (flops.fake_arguments(node), (args, kwargs)))
+        for fake, real in zip(fakes, reals, strict=True):
+            if isinstance(fake, torch.Tensor) and id(fake) in bounds:
+                assert 0 <= int(real.min()) <= int(real.max()) < bounds[id(fake)]
+                assert real.numel() < 10 or int(real.max()) > 0
+    assert seen >= {
+        *(aten.embedding, aten.embedding_dense_backward, aten.gather, aten.index, aten.index_put, aten.index_select),
+        *(aten.nll_loss_forward, aten.nll_loss_backward, aten.max_pool2d_with_indices_backward),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool])
+def test_made_up_numbers_are_ordinary(dtype):
+    made = alone.lively(torch.empty(40, 40, dtype=dtype), "cpu", 1)
+    values = torch.view_as_real(made) if dtype.is_complex else made.float()
+    assert int(values.unique().numel()) > (1 if dtype == torch.bool else 8)
+    assert dtype == torch.bool or (float(values.min()) >= 0.49 and float(values.max()) <= 1.51)
+
+
+# --- register_cost ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "_registered", {})
+
+
+def cost_of(plan: gcsolve.Plan, op: str) -> float:
+    return next(c for c, n in zip(plan.problem.cost, plan.problem.graph.nodes, strict=True) if n.op == op)
+
+
+def test_ops_without_a_formula_are_costed_by_bytes_and_named(registry):
+    op = "aten.gelu.default"
+    plain = gcsolve.solve(MLP(), torch.randn(64, 32), budget=1.0)
+    assert op in plain.summary().partition("costed by bytes")[2]
+    assert cost_of(plain, op) == 2 * 64 * 32 * 4 / CPU.bandwidth_bytes_per_s + CPU.launch_s
+    gcsolve.register_cost(aten.gelu, lambda x, **_: 1000 * x.numel())
+    told = gcsolve.solve(MLP(), torch.randn(64, 32), budget=1.0)
+    assert op not in told.summary()
+    assert cost_of(told, op) == 1000 * 64 * 32 / CPU.peak_flops["float32"] + CPU.launch_s
+
+
+def test_registered_seconds_are_taken_as_they_are(registry, ran):
+    gcsolve.register_cost(aten.gelu.default, lambda x, **_: 3.0, unit="s")
+    for cost in ("roofline", "measured"):
+        plan = gcsolve.solve(MLP(), torch.randn(64, 32), budget=1.0, cost=cost)
+        assert cost_of(plan, "aten.gelu.default") == 3.0
+    assert "aten.gelu.default" not in ran
+    assert "aten.gelu.default" in gcsolve.solve(MLP(), torch.randn(64, 32), budget=1.0, cost="flops").summary()
+
+
+@pytest.mark.parametrize("answer", [-1.0, float("nan"), None, True])
+def test_a_registered_cost_must_be_one(registry, answer):
+    (node,) = traced(torch.sin, torch.randn(3))
+    gcsolve.register_cost(aten.sin, lambda x: answer)
+    with pytest.raises(ArgumentError, match=r"registered for aten.sin.default"):
+        flops.node_flops(node)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(("sin", len), "op='sin'"), ((aten.sin, 3), "fn=3"), ((aten.sin, len, "hours"), "unit='hours'.*flops, s")],
+)
+def test_bad_registrations_are_refused(arguments, text):
+    op, fn, *unit = arguments
+    with pytest.raises(ArgumentError, match=text):
+        gcsolve.register_cost(op, fn, **({"unit": unit[0]} if unit else {}))
+
+
+def test_tf32_is_what_torch_lets_a_gpu_do(monkeypatch):
+    (node,) = traced(torch.mm, torch.randn(3, 3), torch.randn(3, 3))
+    assert flops.op_info(node).dtype == "float32"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert flops.op_info(node).dtype == "tf32"
+    conv = the(traced(F.conv2d, torch.randn(1, 1, 4, 4), torch.randn(1, 1, 3, 3)), aten.convolution.default)
+    assert flops.op_info(conv).dtype == "tf32"  # torch's default for convolutions
