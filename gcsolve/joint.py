@@ -27,6 +27,7 @@ from gcsolve._torch import (
     tracing,
 )
 from gcsolve.errors import TraceError
+from gcsolve.functions import KeptFunctions
 
 
 def fake_tensor(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
@@ -118,9 +119,14 @@ def capture_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTen
         whatever torch raises; `trace.py` words it for the user.
         TraceError: the joint graph has an input or output of a kind gcsolve cannot serve exactly.
     """
-    with tracing(TracingContext(mode)), functorch_config.patch(functionalize_rng_ops=False), warnings.catch_warnings():
+    with contextlib.ExitStack() as around:
+        around.enter_context(tracing(TracingContext(mode)))
+        around.enter_context(functorch_config.patch(functionalize_rng_ops=False))
+        around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
-        program = torch.export.export(module, tuple(args), strict=False)
+        functions = around.enter_context(KeptFunctions())
+        with functions.recording():
+            program = torch.export.export(module, tuple(args), strict=False)
         exported = program.module(check_guards=False)
         with contextlib.ExitStack() as stack:
             captured = aot_export_joint_with_descriptors(stack, exported, tuple(args), decompositions=_AS_EAGER)

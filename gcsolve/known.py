@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gcsolve._torch import FakeTensor, no_modes, tree_map_only
+from gcsolve._torch import FakeTensor, no_modes, storage_key, tree_map_only
+from gcsolve.functions import writes_in_place
 
 MAX_ELEMENTS = 1 << 20
 
@@ -40,7 +41,16 @@ _ARITHMETIC = frozenset(
             "rmul",
         ),
         *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "xor", "isin", "equal", "where"),
-        *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
+        *(
+            "logical_and",
+            "logical_or",
+            "logical_not",
+            "logical_xor",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_not",
+            "masked_fill",
+        ),
         *("all", "any", "sum", "cumsum", "diff", "max", "min", "amax", "amin", "clamp", "clip", "tril", "triu"),
         *("cat", "stack", "getitem", "unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "transpose"),
         *("permute", "flatten", "unflatten", "t", "repeat", "select", "narrow", "index_select", "roll", "flip"),
@@ -62,6 +72,9 @@ _ARITHMETIC = frozenset(
     }
 )
 
+# What is only known in its in-place form.
+_WRITTEN = frozenset(["setitem", "fill", "zero", "iadd", "isub", "imul", "iand", "ior", "ixor"])
+
 _ASKED = frozenset(["bool", "item", "int", "float", "index", "tolist"])
 
 
@@ -80,8 +93,10 @@ class KnownValues(TorchFunctionMode):
             with no_modes():
                 return getattr(self.values[args[0]], written)(*args[1:], **kwargs)
         result = func(*args, **kwargs)
-        if _writes(written) or "out" in kwargs:
-            self.values.clear()  # what was changed may be viewed by any of them
+        if writes_in_place(written):
+            self._write(func, args[0], args, kwargs)
+        elif "out" in kwargs:
+            self.values.clear()
         elif isinstance(result, FakeTensor) and result.numel() <= MAX_ELEMENTS and not result.requires_grad:
             self._compute(func, name, args, kwargs, result)
         return result
@@ -89,15 +104,35 @@ class KnownValues(TorchFunctionMode):
     def knows(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and tensor in self.values
 
-    def _compute(self, func: Any, name: str, args: Any, kwargs: Any, result: torch.Tensor) -> None:
-        """Keep the real value beside `result` when it follows from constants."""
+    def _write(self, func: Any, changed: torch.Tensor, args: Any, kwargs: Any) -> None:
+        """Change the real value as the fake was changed; a write of anything unknown makes all that share it unknown.
+
+        The real values alias each other as the fakes do, since the same ops made them, so the views follow.
+        """
+        name = func.__name__.strip("_")
+        if self.knows(changed) and (name in _ARITHMETIC or name in _WRITTEN):
+            real_args, real_kwargs, found = self._real(args, kwargs)
+            if all(map(self.knows, found)):
+                with no_modes(), torch.no_grad():
+                    func(*real_args, **real_kwargs)
+                return
+        if isinstance(changed, torch.Tensor):
+            for fake in [k for k in self.values if storage_key(k) == storage_key(changed)]:
+                del self.values[fake]
+
+    def _real(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+        """The arguments with known values in place of fakes, and all tensors found among them."""
         found: list[torch.Tensor] = []
 
         def real(t: torch.Tensor) -> torch.Tensor:
             found.append(t)
             return self.values[t] if t in self.values else t  # noqa: SIM401 -- get() is typed as optional
 
-        real_args, real_kwargs = tree_map_only(torch.Tensor, real, (args, kwargs))
+        return (*tree_map_only(torch.Tensor, real, (args, kwargs)), found)
+
+    def _compute(self, func: Any, name: str, args: Any, kwargs: Any, result: torch.Tensor) -> None:
+        """Keep the real value beside `result` when it follows from constants."""
+        real_args, real_kwargs, found = self._real(args, kwargs)
         if not ((name in _FACTORIES and not found) or (name in _ARITHMETIC and found and all(map(self.knows, found)))):
             return
         with no_modes(), torch.no_grad():
@@ -116,13 +151,6 @@ class KnownValues(TorchFunctionMode):
         super().__exit__(kind, value, tb)
         for module, name, original in self._told:
             setattr(module, name, original)
-
-
-def _writes(name: str) -> bool:
-    """Whether a function of that name changes a tensor in place."""
-    if name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"):
-        return True
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _tell_model_libraries(known: KnownValues) -> list[tuple[Any, str, Any]]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from gcsolve._torch import as_in_eager, fake_mode
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
+from gcsolve.functions import ByHand
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
 from gcsolve.known import KnownValues
 from gcsolve.structure import Template, flatten, leaf_paths, skeleton, unflatten
@@ -86,7 +87,7 @@ class _Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         template, loss, all_outputs = self.settings
         args, kwargs = unflatten(template, tensors)
-        with as_in_eager(), KnownValues():
+        with as_in_eager(), KnownValues(), ByHand():
             result = self.model.forward(*args, **kwargs)
             if loss is not None:
                 result = loss(result)

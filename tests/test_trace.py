@@ -145,6 +145,38 @@ def test_branches_on_constants_go_the_way_eager_goes() -> None:
         trace(_LooksAtConstants(change=True), (x,), {})
 
 
+class _WritesConstants(torch.nn.Module):
+    """Changes a mask in place, through a view of it too, before it looks at it; `value` comes from the input or not."""
+
+    def __init__(self, from_input: bool = False) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.from_input = from_input
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask, other = torch.zeros(4), torch.ones(4)
+        mask[1:3].fill_(2.0)
+        mask[mask == 0] = -1.0
+        if self.from_input:
+            mask[0] = x[0, 0]
+        else:
+            other[0] = x[0, 0]  # says nothing about the mask
+        y = self.linear(x)
+        return y.tanh() * int(mask.sum()) if mask.sum() > 1.5 else y.sin()
+
+
+def test_constants_changed_in_place_are_known_as_they_are_then() -> None:
+    import gcsolve
+
+    torch.manual_seed(0)
+    model, x = _WritesConstants(), _x(4, 8)
+    plan = gcsolve.solve(model, x, budget=1.0)
+    assert torch.equal(plan.module(x), model(x))
+    assert "tanh" in plan.module.code
+    with pytest.raises(TraceError, match="branches on a tensor's value"):
+        trace(_WritesConstants(from_input=True), (x,), {})
+
+
 def test_the_model_is_told_that_it_runs_in_eager() -> None:
     class Asks(torch.nn.Module):
         def __init__(self) -> None:
