@@ -23,6 +23,7 @@ from gcsolve.simulate import Replay, simulate
 
 if TYPE_CHECKING:
     from gcsolve.api import MinimumBudget, minimum_budget, solve
+    from gcsolve.comparison import Comparison, ComparisonRow, compare
     from gcsolve.cost.devices import DeviceSpec, devices, register_device
     from gcsolve.cost.flops import register_cost
     from gcsolve.plan import Decision, Plan
@@ -39,6 +40,9 @@ _LAZY = {
     "solve": "gcsolve.api",
     "minimum_budget": "gcsolve.api",
     "MinimumBudget": "gcsolve.api",
+    "Comparison": "gcsolve.comparison",
+    "ComparisonRow": "gcsolve.comparison",
+    "compare": "gcsolve.comparison",
     "DeviceSpec": "gcsolve.cost.devices",
     "devices": "gcsolve.cost.devices",
     "register_device": "gcsolve.cost.devices",
@@ -57,6 +61,8 @@ _LAZY = {
 __all__ = [
     "ArgumentError",
     "CallError",
+    "Comparison",
+    "ComparisonRow",
     "Compute",
     "Decision",
     "DeviceSpec",
@@ -81,6 +87,7 @@ __all__ = [
     "UnsuitedSolver",
     "Value",
     "VerifyReport",
+    "compare",
     "devices",
     "load_plan",
     "minimum_budget",

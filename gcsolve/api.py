@@ -324,14 +324,14 @@ def minimum_budget(
 
 def _solved(made: TracedCall, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> Solution:
     problem = made.costed.problem.with_budget(allowed)
-    _refuse_below_floor(problem)
+    refuse_below_floor(problem)
     solution = solve_problem(problem, solver, time_limit_s=time_limit_s, gap=gap)
     if solution.schedule is None or solution.status is Status.OVER_BUDGET:
-        raise _infeasible(problem, solution)
+        raise infeasible(problem, solution)
     return solution
 
 
-def _refuse_below_floor(problem: Problem) -> None:
+def refuse_below_floor(problem: Problem) -> None:
     """Say at once when the budget is below what no recomputation can lower."""
     graph = problem.graph
     gradients = sum(v.size_bytes for v in graph.values if v.kind == "gradients")
@@ -356,9 +356,10 @@ def _refuse_below_floor(problem: Problem) -> None:
     )
 
 
-def _infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget:
+def infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget | UnsuitedSolver:
+    """The error that says why `solution` does not meet the budget."""
     if solution.status is Status.UNSUITED:
-        raise UnsuitedSolver(
+        return UnsuitedSolver(
             f'solver={solution.solver!r} does not take a graph of {len(problem.graph.nodes)} ops; use solver="auto"'
         )
     node = problem.graph.nodes[solution.least_node] if solution.least_node is not None else None

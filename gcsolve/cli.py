@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     _target(compare)
     compare.add_argument("--budgets", nargs="+", default=["0.8", "0.6", "0.4"], help="fractions, or sizes")
     compare.add_argument("--solvers", nargs="+", metavar="SOLVER", help="default: all")
+    compare.add_argument("--measure", action="store_true", help="also run every plan beside the untouched model")
+    compare.add_argument("--json", metavar="FILE", help="also write everything there")
+    compare.add_argument("--plot", metavar="FILE", help="also draw overhead against memory there (.png, .svg, .pdf)")
     compare.set_defaults(run=_compare)
 
     commands.add_parser("solvers", help="the methods that --solver accepts").set_defaults(run=_solvers)
@@ -109,25 +112,22 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _compare(arguments: argparse.Namespace) -> None:
     import gcsolve
-    from gcsolve.budget import size_text
 
     model, example_input, loss = _made(arguments.target)
-    traced = gcsolve.solve(model, example_input, budget=1.0, solver="store_all", loss=loss, **_settings(arguments))
-    rows = []
-    for name in arguments.solvers or gcsolve.solvers():
-        cells = [name]
-        for text in arguments.budgets:
-            try:
-                plan = traced.at(budget=_budget(text), solver=name, time_limit_s=arguments.time_limit)
-                cells.append(f"{plan.overhead:.2%} ({size_text(plan.peak_bytes)})")
-            except gcsolve.UnsuitedSolver:
-                cells.append("no plan (graph not taken)")
-            except gcsolve.InfeasibleBudget as error:
-                least = error.least_bytes
-                cells.append("no plan" if least is None else f"no plan (least {size_text(least)})")
-        rows.append(cells)
-    print(f"store-all peak {size_text(traced.peak_bytes)}; overhead and peak at each budget:")
-    _print_table(["solver", *arguments.budgets], rows)
+    found = gcsolve.compare(
+        model,
+        example_input,
+        budgets=[_budget(text) for text in arguments.budgets],
+        solvers=arguments.solvers or gcsolve.solvers(),
+        measure=arguments.measure,
+        loss=loss,
+        **_settings(arguments),
+    )
+    print(found.summary())
+    if arguments.json:
+        found.to_json(arguments.json)
+    if arguments.plot:
+        found.plot().figure.savefig(arguments.plot, dpi=150)
 
 
 def _solvers(_: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from gcsolve.cost.workspace import Workspace, workspace
 from gcsolve.from_fx import Lowered, clean, lower
 from gcsolve.optimizer import optimizer_bytes
 from gcsolve.problem import Problem
+from gcsolve.schedule import Schedule
 from gcsolve.trace import Trace
 
 
@@ -34,6 +35,12 @@ class Costed:
     estimated_workspace: tuple[str, ...]
     costed_by_bytes: tuple[str, ...]
     estimated_cost: tuple[str, ...] = ()
+
+    def overhead_flops(self, schedule: Schedule) -> float:
+        """Recompute FLOPs of `schedule` / store-all step FLOPs, of the ops that have a formula."""
+        total = sum(self.flops)
+        extra = sum(f * (n - 1) for f, n in zip(self.flops, schedule.runs(self.problem.graph), strict=True))
+        return extra / total if total else 0.0
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], round_bytes: Callable[[int], int] = int) -> int:

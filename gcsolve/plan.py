@@ -104,10 +104,7 @@ class Plan:
     @cached_property
     def overhead_flops(self) -> float:
         """Recompute FLOPs / store-all step FLOPs, of the ops that have a formula."""
-        total = sum(self.costed.flops)
-        runs = self.schedule.runs(self.problem.graph)
-        extra = sum(f * (n - 1) for f, n in zip(self.costed.flops, runs, strict=True))
-        return extra / total if total else 0.0
+        return self.costed.overhead_flops(self.schedule)
 
     @property
     def lower_bound(self) -> float:
@@ -193,6 +190,24 @@ class Plan:
     def minimum_budget(self, time_limit_s: float = 60.0) -> MinimumBudget:
         """`gcsolve.minimum_budget` for this model and input, without tracing again."""
         return self.session.minimum(time_limit_s)
+
+    def plot_memory(self, ax: Any = None) -> Any:
+        """Memory over the step by category, with store-all, budget and peak; returns matplotlib's Axes (extra `viz`)."""
+        from gcsolve.report import figures
+
+        return figures.memory(self, ax)
+
+    def plot_schedule(self, ax: Any = None) -> Any:
+        """When the forward values of each module are held, and when made again; returns matplotlib's Axes."""
+        from gcsolve.report import figures
+
+        return figures.schedule(self, ax)
+
+    def plot_layers(self, ax: Any = None) -> Any:
+        """What is kept and what recomputed, module by module; returns matplotlib's Axes."""
+        from gcsolve.report import figures
+
+        return figures.layers(self, ax)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for `gcsolve.load_plan(path, model)`."""

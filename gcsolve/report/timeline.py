@@ -1,0 +1,150 @@
+"""A schedule laid out in time: what runs when, and which copy of which value is alive from where to where.
+
+One pass over the actions, by the simulator's rules; figures and page read only what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gcsolve.problem import Problem
+from gcsolve.schedule import Compute, Schedule
+
+CATEGORIES = (
+    "parameters",
+    "optimizer state",
+    "inputs and buffers",
+    "gradients",
+    "kept activations",
+    "recomputed activations",
+    "temporaries of backward",
+    "workspace",
+)
+"""What memory is shown by, bottom to top."""
+
+_EXTERNAL = {"parameters": 0, "optimizer": 1}  # every other external kind: inputs and buffers
+_INPUTS, _GRADIENTS, _KEPT, _RECOMPUTED, _TEMPORARY, _WORKSPACE = range(2, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a node, from `start` to `end` in the problem's cost unit; `bytes` alive in it, by category."""
+
+    node: int
+    again: bool
+    start: float
+    end: float
+    bytes: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes)
+
+
+@dataclass(slots=True)
+class Life:
+    """One copy of a value: made in run `first`, alive to the end of run `last`, read in `reads`; `copy` counts from 0."""
+
+    value: int
+    copy: int
+    category: int
+    first: int
+    last: int = -1
+    reads: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Runs in order and lives in order of their beginning. `backward`: index of the first run of the backward."""
+
+    problem: Problem
+    runs: tuple[Run, ...]
+    lives: tuple[Life, ...]
+    backward: int
+
+    @property
+    def peak(self) -> int:
+        """Index of the run at which most bytes are alive (the first, when several are equal)."""
+        return max(range(len(self.runs)), key=lambda r: (self.runs[r].total_bytes, -r))
+
+    def alive(self, run: int) -> list[Life]:
+        """The copies alive while run `run` runs, largest first."""
+        values = self.problem.graph.values
+        found = [life for life in self.lives if life.first <= run <= life.last]
+        return sorted(found, key=lambda life: (-values[life.value].size_bytes, life.value))
+
+
+def timeline(problem: Problem, schedule: Schedule) -> Timeline:
+    """Lay `schedule`, a valid one, out in time."""
+    graph = problem.graph
+    outside = [0] * len(CATEGORIES)
+    for kind, size in graph.external:
+        outside[_EXTERNAL.get(kind, _INPUTS)] += size
+    live: dict[int, Life] = {}
+    copies = [0] * len(graph.values)
+    lives: list[Life] = []
+    runs: list[Run] = []
+    ran: set[int] = set()
+    now = outside
+    at = 0.0
+    for action in schedule.actions:
+        if not isinstance(action, Compute):
+            life = live.pop(action.value)
+            life.last = len(runs) - 1
+            now[life.category] -= graph.values[action.value].size_bytes
+            continue
+        node = graph.nodes[action.node]
+        place = len(runs)
+        for v in node.inputs:
+            live[v].reads.append(place)
+        extra = node.workspace_bytes
+        for v in node.outputs:
+            if v in live:  # a pinned value made again: the new copy goes at once
+                extra += graph.values[v].size_bytes
+                continue
+            live[v] = Life(v, copies[v], _category(problem, v, copies[v]), place)
+            lives.append(live[v])
+            copies[v] += 1
+            now[live[v].category] += graph.values[v].size_bytes
+        held = [*now[:_WORKSPACE], extra]
+        until = at + problem.cost[action.node]
+        runs.append(Run(action.node, action.node in ran, at, until, tuple(held)))
+        ran.add(action.node)
+        at = until
+    for life in live.values():
+        life.last = len(runs) - 1
+    backward = next((r for r, run in enumerate(runs) if run.node >= graph.backward_start), len(runs))
+    return Timeline(problem, tuple(runs), tuple(lives), backward)
+
+
+def _category(problem: Problem, v: int, copy: int) -> int:
+    value = problem.graph.values[v]
+    if value.kind == "gradients":
+        return _GRADIENTS
+    if problem.graph.is_backward(value.producer):
+        return _TEMPORARY
+    return _RECOMPUTED if copy else _KEPT
+
+
+def module_groups(paths: Iterable[str], most: int = 26) -> dict[str, str]:
+    """path -> the module it is shown under: all paths cut at the same depth, the deepest that leaves at most `most` groups.
+
+    "" (the model's own ops) stays by itself.
+    """
+    known = list(dict.fromkeys(paths))
+    cut = {path: path for path in known}
+    for depth in range(max((p.count(".") + 1 for p in known), default=1), 0, -1):
+        cut = {path: ".".join(path.split(".")[:depth]) for path in known}
+        if len(set(cut.values())) <= most:
+            break
+    return cut
+
+
+def common_prefix(paths: Sequence[str]) -> str:
+    """The leading modules, with a final dot, that all paths but "" share."""
+    split = [p.split(".") for p in paths if p]
+    shared = 0
+    while split and all(len(s) > shared + 1 and s[shared] == split[0][shared] for s in split):
+        shared += 1
+    return "".join(f"{part}." for part in split[0][:shared]) if split else ""

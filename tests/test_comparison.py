@@ -1,0 +1,126 @@
+"""gcsolve.compare: every row is what solve would answer, infeasible ones keep their reason, an interrupt keeps the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import gcsolve
+from gcsolve.solvers.uniform import Uniform
+from tests import models
+
+
+def _case() -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return models.MLP(6, 64), torch.randn(256, 64)
+
+
+def test_rows_are_what_solve_answers() -> None:
+    model, x = _case()
+    found = gcsolve.compare(model, x, budgets=[0.9, "769484B"], solvers=("store_all", "uniform_sqrt", "auto"))
+    assert found.complete
+    assert not found.measured
+    assert [(r.solver, r.budget_bytes) for r in found.rows] == [
+        (s, b) for b in found.budgets_bytes for s in ("store_all", "uniform_sqrt", "auto")
+    ]
+    plan = gcsolve.solve(model, x, budget="769484B")
+    row = found.row("auto", 769484)
+    assert row is not None
+    assert row.fits
+    assert (row.peak_bytes, row.overhead, row.overhead_flops) == (plan.peak_bytes, plan.overhead, plan.overhead_flops)
+    assert (row.any_bound, row.gap, row.certificate) == (plan.any_bound, plan.gap, plan.certificate)
+    over = found.row("store_all", 769484)
+    assert over is not None
+    assert not over.fits
+    assert over.status == "OVER_BUDGET"
+    assert over.peak_bytes == found.baseline_peak_bytes == plan.baseline_peak_bytes
+    assert "cannot be met by store_all" in over.reason
+
+
+def test_one_trace_serves_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    real = gcsolve.api.trace  # type: ignore[attr-defined]
+    monkeypatch.setattr("gcsolve.api.trace", lambda *given: (traced.append(1), real(*given))[1])
+    gcsolve.compare(*_case(), budgets=[0.9, 0.8, 0.7], solvers=("uniform", "chen"))
+    assert len(traced) == 1
+
+
+def test_measured_rows() -> None:
+    found = gcsolve.compare(*_case(), budgets=[0.7], solvers=("store_all", "auto"), measure=True, repeats=1)
+    assert found.measured
+    no, row = found.rows
+    assert no.measured_peak_bytes is None
+    assert no.exact is None
+    assert row.exact is True
+    assert row.measured_peak_bytes is not None
+    assert row.peak_bytes is not None
+    assert abs(row.measured_peak_bytes - row.peak_bytes) < 0.01 * row.peak_bytes
+    assert row.time_ratio is not None
+    assert row.time_ratio > 0
+    text = found.summary()
+    assert "untouched model" in text
+    assert text in found.summary()
+
+
+def test_summary_json_and_html_say_the_same() -> None:
+    found = gcsolve.compare(*_case(), budgets=[1.0, "1kB"], solvers=("store_all", "brute_force"))
+    text, html, record = found.summary(), found._repr_html_(), json.loads(found.to_json())
+    for expected in ("0.00% (1.10 MB)", "no plan (graph not taken)", "no plan"):
+        assert expected in text
+        assert expected in html
+    assert record["rows"][0]["overhead"] == 0.0
+    assert [r["status"] for r in record["rows"]] == ["OPTIMAL", "UNSUITED", "INFEASIBLE", "INFEASIBLE"]
+    assert all(r["reason"] for r in record["rows"][1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Interrupted:
+    name: ClassVar[str] = "interrupted"
+
+    def solve(self, problem: gcsolve.Problem, **_: Any) -> gcsolve.Solution:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_the_rows_so_far() -> None:
+    found = gcsolve.compare(*_case(), budgets=[0.9, 0.8], solvers=("uniform", _Interrupted()))  # type: ignore[arg-type]
+    assert not found.complete
+    assert [r.solver for r in found.rows] == ["uniform"]
+    assert "INTERRUPTED, 3 rows missing" in found.summary()
+    assert "not run" in found.summary()
+    assert "interrupted" in repr(found)
+
+
+def test_two_settings_of_one_solver_are_told_apart() -> None:
+    found = gcsolve.compare(*_case(), budgets=[1.0], solvers=(Uniform(2), Uniform(3)))
+    assert found.solvers == ("Uniform(k=2)", "Uniform(k=3)")
+    assert found.rows[0].overhead != found.rows[1].overhead
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"budgets": [0.5], "budgets_gb": [1]}, "both were given"),
+        ({"budgets": 0.5}, "budgets=0.5 must be a list"),
+        ({"budgets": []}, r"budgets=\[\] must be a list"),
+        ({"budgets": [2.0]}, "budget=2.0 is above 1"),
+        ({"budgets_gb": [-1]}, "budget_gb=-1"),
+        ({"solvers": "auto"}, "solvers='auto' must be a list"),
+        ({"solvers": ["magic"]}, "known solvers"),
+    ],
+)
+def test_bad_arguments_name_themselves(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(gcsolve.ArgumentError, match=text):
+        gcsolve.compare(*_case(), **given)
+
+
+def test_meta_weights_are_compared_but_not_measured() -> None:
+    with torch.device("meta"):
+        model = models.MLP(6, 64)
+    x = torch.empty(256, 64, device="meta")
+    assert gcsolve.compare(model, x, budgets=[0.9], solvers=["auto"]).rows[0].fits
+    with pytest.raises(gcsolve.ArgumentError, match="on meta"):
+        gcsolve.compare(model, x, budgets=[0.9], measure=True)
