@@ -276,7 +276,7 @@ def _merged(rows: Sequence[Iterable[str]]) -> list[str]:
 
 
 def frontier(comparison: Comparison, ax: Any = None) -> Any:
-    """Overhead against peak, one curve a solver; below the shaded line no schedule can be. Measured peaks where known."""
+    """Overhead against peak, one staircase a solver; no schedule is in the shaded part. Measured peaks where known."""
     ax = _axes(ax, 9, 5)
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in comparison.solvers}
     bounds: dict[int, float] = {}
@@ -289,7 +289,7 @@ def frontier(comparison: Comparison, ax: Any = None) -> Any:
     for name, style in _styles(comparison.solvers).items():
         spots = sorted(set(points[name]))
         if spots:
-            ax.plot([p / size for p, _ in spots], [100 * o for _, o in spots], **style)
+            draw_steps(ax, [(p / size, 100 * o) for p, o in spots], comparison.baseline_peak_bytes / size, style)
     corner: dict[str, Any] = {"marker": "s", "color": BLACK, "markersize": 7, "linestyle": "none", "zorder": 5}
     ax.plot(comparison.baseline_peak_bytes / size, 0, label="store-all", **corner)
     highest = max((100 * o for spots in points.values() for _, o in spots), default=1.0)
@@ -310,6 +310,19 @@ def frontier(comparison: Comparison, ax: Any = None) -> Any:
     return ax
 
 
+def draw_steps(ax: Any, spots: Sequence[tuple[float, float]], end: float, style: dict[str, Any]) -> None:
+    """The (peak, overhead) spots, and the least overhead that they give with so much memory as a staircase up to `end`."""
+    best, least = [], float("inf")
+    for peak, overhead in spots:
+        least = min(least, overhead)
+        best.append((peak, least))
+    stair = {k: v for k, v in style.items() if not k.startswith(("marker", "label"))}
+    ax.plot(
+        [*(p for p, _ in best), max(end, best[-1][0])], [*(o for _, o in best), least], drawstyle="steps-post", **stair
+    )
+    ax.plot([p for p, _ in spots], [o for _, o in spots], **{**style, "linestyle": "none"})
+
+
 def _styles(solvers: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How each solver's curve is drawn: auto in black above the others, uniform √L, a single plan, as a star."""
     palette = (BLUE, ORANGE, GREEN, PINK, SKY, "#7a5195", "#8c8c8c", "#a6761d")
@@ -321,7 +334,10 @@ def _styles(solvers: Sequence[str]) -> dict[str, dict[str, Any]]:
         }
         for i, name in enumerate(others)
     }  # fmt: skip
-    star = {"label": "uniform √L", "color": ORANGE, "marker": "*", "markersize": 14, "linestyle": "none", "zorder": 5}
+    star = {
+        "label": "uniform √L", "color": BLACK, "markerfacecolor": YELLOW, "marker": "*", "markersize": 15,
+        "linestyle": "none", "zorder": 5,
+    }  # fmt: skip
     best = {"label": "auto", "color": BLACK, "marker": "o", "markersize": 5.5, "linewidth": 2, "zorder": 4}
     return {name: {"uniform_sqrt": star, "auto": best}.get(name) or styles[name] for name in solvers}
 
