@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from gcsolve.budget import budget_bytes, check_budget, size_text
+from gcsolve.cost.alone import free_memory_bytes, is_here
 from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.cost.devices import DeviceSpec, get_device
-from gcsolve.costed import Costed, costed
+from gcsolve.costed import Costed, costed, storage_bytes
 from gcsolve.emit import emit
 from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
 from gcsolve.graph import Node
+from gcsolve.kernels import target_kernels
 from gcsolve.module import Steps, is_planned, planned_module, signature
 from gcsolve.plan import Asked, Plan
 from gcsolve.problem import Problem
@@ -32,7 +34,7 @@ from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.minimum import minimum_peak, peak_floor
 from gcsolve.solvers.registry import get_solver
 from gcsolve.structure import flatten
-from gcsolve.trace import parse_example, trace
+from gcsolve.trace import Trace, parse_example, trace
 from gcsolve.verify import VerifyReport, verify
 
 
@@ -46,10 +48,20 @@ class Settings:
     device: DeviceSpec
     cost: CostModel
     all_outputs: bool
+    accumulate: bool = False
 
     @classmethod
     def checked(
-        cls, model: nn.Module, *, loss: Any, optimizer: Any, scope: str, device: Any, cost: Any, grad_outputs: str
+        cls,
+        model: nn.Module,
+        *,
+        loss: Any,
+        optimizer: Any,
+        scope: str,
+        device: Any,
+        cost: Any,
+        grad_outputs: str,
+        accumulate: bool,
     ) -> Settings:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
@@ -70,7 +82,36 @@ class Settings:
         if grad_outputs not in ("auto", "all"):
             raise ArgumentError(f'grad_outputs={grad_outputs!r} is not known; known: "auto", "all"')
         spec = get_device(_device_of(model) if device is None else device)
-        return cls(loss, optimizer, scope, spec, get_cost(cost, spec), grad_outputs == "all")
+        if not isinstance(accumulate, bool):
+            raise ArgumentError(f"accumulate={accumulate!r} is neither True nor False")
+        return cls(loss, optimizer, scope, spec, get_cost(cost, spec), grad_outputs == "all", accumulate)
+
+    def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        """The step of that call, with the device's kernels."""
+        tensors, _ = flatten((args, kwargs), "example_input")
+        kernels = target_kernels(self.device, (*model.parameters(), *model.buffers(), *tensors))
+        return trace(model, args, kwargs, self.loss, self.all_outputs, kernels)
+
+    def default_budget_bytes(self, model: nn.Module) -> int:
+        """The device's memory less its reserve: what is free and what the model has already, where the device is here.
+
+        Raises:
+            ArgumentError: scope="activations", which no device's memory says anything about.
+        """
+        if self.scope != "step":
+            raise ArgumentError(
+                "scope='activations' has no default budget: the device's memory also holds what it does not count; "
+                'give budget_gb=<GB> or budget=<"20GiB" or a fraction of the store-all peak>'
+            )
+        spec = self.device
+        if not is_here(spec):
+            return spec.memory_bytes - spec.reserve_bytes
+        held = torch.cuda.memory_reserved() if spec.kind == "cuda" else storage_bytes(_real_tensors(model))
+        return max(1, free_memory_bytes(spec) + held - spec.reserve_bytes)
+
+
+def _real_tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
 
 
 def _captured_tensors(loss: Any) -> list[str]:
@@ -86,8 +127,8 @@ def _captured_tensors(loss: Any) -> list[str]:
 
 
 def _device_of(model: nn.Module) -> str:
-    kinds = [t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
-    return str(kinds[0]) if kinds else "cpu"
+    tensors = _real_tensors(model)
+    return str(tensors[0].device) if tensors else "cpu"
 
 
 @dataclass(frozen=True)
@@ -111,7 +152,7 @@ class TracedCall:
         started = time.perf_counter()
         tensors, template = flatten((args, kwargs), "example_input")
         with shown(progress, f"tracing {type(model).__name__}"):
-            traced = trace(model, args, kwargs, settings.loss, settings.all_outputs)
+            traced = settings.trace(model, args, kwargs)
         real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers()))
         made = costed(
             traced,
@@ -121,6 +162,7 @@ class TracedCall:
             cost=settings.cost,
             optimizer=settings.optimizer,
             scope=settings.scope,
+            accumulate=settings.accumulate,
             measure=real,
             progress=progress,
         )
@@ -149,6 +191,7 @@ def solve(
     time_limit_s: float = 60.0,
     gap: float = 0.005,
     grad_outputs: str = "auto",
+    accumulate: bool = False,
     progress: bool | None = None,
 ) -> Plan:
     """Plan one training step of `model` inside a memory budget at the least recomputation.
@@ -157,19 +200,23 @@ def solve(
         model: any module that `torch.export` (non-strict) accepts; weights real, fake or on meta. Never changed.
         example_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budget_gb: allowed peak in GB (1e9 bytes).
-        budget: instead, a size ("20GiB") or a fraction of the store-all peak in (0, 1].
+        budget: instead, a size ("20GiB") or a fraction of the store-all peak in (0, 1]. Neither: the device's memory (what
+            is free of it, when it is here) less a reserve, see `gcsolve.cost.devices.RESERVES`.
         loss: maps the model's output to a scalar, traced with the model; the planned module then returns that scalar.
             None: the output's gradients come from outside.
-        optimizer: a `torch.optim` class or instance, or bytes per parameter: its state counts in the budget.
+        optimizer: a `torch.optim` class or instance, or bytes per parameter: its state, its master weights and what its
+            step takes count in the budget.
         scope: "step" counts everything; "activations" only what forward and backward allocate.
         solver: a name in `gcsolve.solvers()`, or a solver object.
         cost: "flops", "roofline" ("auto"), "measured" (each distinct op is run on the device, which must be here; kept in
             the user's cache directory) or a cost object.
-        device: where it will run: "cpu", "cuda", or a spec by name ("h200"); default: where the model is.
+        device: where it will run: "cpu", "cuda", or a spec by name ("h200"); default: where the model is. For a GPU that
+            the model is not on, the step is traced with that GPU's kernels; such a plan is read here and runs there.
         time_limit_s: seconds for the solver; at the limit the best plan so far is returned.
         gap: (plan - bound) / plan step cost at which the solver may stop.
         grad_outputs: "auto": when the model returns a scalar loss, only scalars are expected to receive gradients;
             "all": every differentiable output is.
+        accumulate: gradients of earlier steps are there when the step begins (no `zero_grad` before it), and count.
         progress: show what is being done; default: only when standard error is a terminal.
 
     Returns:
@@ -192,12 +239,18 @@ def solve(
     _check_limits(time_limit_s, gap)
     args, kwargs = parse_example(example_input)
     settings = Settings.checked(
-        model, loss=loss, optimizer=optimizer, scope=scope, device=device, cost=cost, grad_outputs=grad_outputs
+        model,
+        loss=loss,
+        optimizer=optimizer,
+        scope=scope,
+        device=device,
+        cost=cost,
+        grad_outputs=grad_outputs,
+        accumulate=accumulate,
     )
     made = TracedCall.of(model, args, kwargs, settings, progress)
-    allowed = budget_bytes(budget_gb, budget, made.store_all_bytes)
-
-    return Session(model, args, kwargs, settings, made).plan(allowed, solver, time_limit_s, gap, progress)
+    session = Session(model, args, kwargs, settings, made)
+    return session.plan(session.budget_bytes(budget_gb, budget), solver, time_limit_s, gap, progress)
 
 
 @dataclass(frozen=True)
@@ -209,6 +262,12 @@ class Session:
     kwargs: dict[str, Any]
     settings: Settings
     made: TracedCall
+
+    def budget_bytes(self, budget_gb: float | None, budget: str | float | None) -> int:
+        """What the caller wrote, in bytes; nothing: what the device has."""
+        if budget_gb is None and budget is None:
+            return self.settings.default_budget_bytes(self.model)
+        return budget_bytes(budget_gb, budget, self.made.store_all_bytes)
 
     def plan(
         self, allowed: int, solver: str | Solver, time_limit_s: float, gap: float, progress: bool | None = None
@@ -265,7 +324,7 @@ class Session:
         check_budget(budget_gb, budget)
         get_solver(solver)
         _check_limits(time_limit_s, gap)
-        allowed = budget_bytes(budget_gb, budget, self.made.store_all_bytes)
+        allowed = self.budget_bytes(budget_gb, budget)
         return self.plan(allowed, solver, time_limit_s, gap, progress)
 
     def minimum(self, time_limit_s: float = 60.0) -> MinimumBudget:
@@ -312,12 +371,20 @@ def minimum_budget(
     device: Any = None,
     time_limit_s: float = 60.0,
     grad_outputs: str = "auto",
+    accumulate: bool = False,
 ) -> MinimumBudget:
     """How low a budget `solve` can meet, and the op that sets it. Arguments and errors as for `solve`."""
     _check_limits(time_limit_s, 0.0)
     args, kwargs = parse_example(example_input)
     settings = Settings.checked(
-        model, loss=loss, optimizer=optimizer, scope=scope, device=device, cost=cost, grad_outputs=grad_outputs
+        model,
+        loss=loss,
+        optimizer=optimizer,
+        scope=scope,
+        device=device,
+        cost=cost,
+        grad_outputs=grad_outputs,
+        accumulate=accumulate,
     )
     return Session(model, args, kwargs, settings, TracedCall.of(model, args, kwargs, settings)).minimum(time_limit_s)
 

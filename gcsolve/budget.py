@@ -14,7 +14,7 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(|k|m|g|t|ki|mi|gi|
 
 
 def budget_bytes(budget_gb: Any, budget: Any, store_all_bytes: int) -> int:
-    """The budget in bytes.
+    """The budget in bytes; one of the two is given.
 
     Args:
         budget_gb: gigabytes, 1 GB = 1e9 bytes.
@@ -22,12 +22,12 @@ def budget_bytes(budget_gb: Any, budget: Any, store_all_bytes: int) -> int:
         store_all_bytes: that peak.
 
     Raises:
-        ArgumentError: both or none are given, or the value is not a positive finite size or fraction.
+        ArgumentError: both are given, or the value is not a positive finite size or fraction.
     """
-    if (budget_gb is None) == (budget is None):
-        given = "both were" if budget is not None else "neither was"
+    if budget_gb is not None and budget is not None:
         raise ArgumentError(
-            f'give one of budget_gb=<GB> and budget=<"20GiB" or a fraction of the store-all peak>; {given} given'
+            'give one of budget_gb=<GB> and budget=<"20GiB" or a fraction of the store-all peak>, or neither for the '
+            "device's memory; both were given"
         )
     if budget_gb is not None:
         return int(_positive("budget_gb", budget_gb) * 10**9)
@@ -48,8 +48,9 @@ def budget_bytes(budget_gb: Any, budget: Any, store_all_bytes: int) -> int:
 
 
 def check_budget(budget_gb: Any, budget: Any) -> None:
-    """Refuse a budget that cannot be one, before any work is done."""
-    budget_bytes(budget_gb, budget, 1)
+    """Refuse a budget that cannot be one, before any work is done; none at all can."""
+    if budget_gb is not None or budget is not None:
+        budget_bytes(budget_gb, budget, 1)
 
 
 def _positive(name: str, value: Any) -> float:

@@ -49,8 +49,10 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="plan a model that a factory of yours makes")
     _target(plan)
-    asked = plan.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--budget-gb", type=float, help="allowed peak in GB (1e9 bytes)")
+    asked = plan.add_mutually_exclusive_group()
+    asked.add_argument(
+        "--budget-gb", type=float, help="allowed peak in GB (1e9 bytes); no budget: the device's memory less a reserve"
+    )
     asked.add_argument("--budget", help='a size ("20GiB"), or a fraction of the store-all peak ("0.5")')
     plan.add_argument("--solver", default="auto", help="see `gcsolve solvers` (default: auto)")
     plan.add_argument("--decisions", action="store_true", help="also list what is kept and what is recomputed")
@@ -80,6 +82,7 @@ def _target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="where it will run; see `gcsolve devices` (default: where the model is)")
     parser.add_argument("--cost", default="auto", help="flops, roofline or measured (default: roofline)")
     parser.add_argument("--optimizer", help="a class in torch.optim (AdamW), or bytes per parameter; its state counts")
+    parser.add_argument("--accumulate", action="store_true", help="count gradients of earlier steps, kept in .grad")
     parser.add_argument("--scope", default="step", help="step (default), or activations: forward and backward only")
     parser.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the solver (default: 60)"
@@ -193,6 +196,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "cost": arguments.cost,
         "optimizer": _optimizer(arguments.optimizer),
         "scope": arguments.scope,
+        "accumulate": arguments.accumulate,
         "time_limit_s": arguments.time_limit,
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from gcsolve.cost.flops import op_info
 from gcsolve.cost.measured import Measured, MeasuredTable
 from gcsolve.cost.workspace import Workspace, workspace
 from gcsolve.from_fx import Lowered, clean, lower
-from gcsolve.optimizer import optimizer_bytes
+from gcsolve.graph import Graph
+from gcsolve.joint import Joint
+from gcsolve.optimizer import OptimizerMemory, optimizer_memory
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.trace import Trace
@@ -54,18 +56,39 @@ def storage_bytes(tensors: Iterable[torch.Tensor], round_bytes: Callable[[int], 
 def external(
     model: nn.Module,
     inputs: Sequence[torch.Tensor],
-    constants: Iterable[torch.Tensor],
-    optimizer: Any,
+    joint: Joint,
+    optimizer: OptimizerMemory,
+    accumulate: bool,
     round_bytes: Callable[[int], int],
 ) -> tuple[tuple[str, int], ...]:
     """(kind, bytes) of what lives through the whole step."""
     held = {storage_key(t) for t in (*model.parameters(), *model.buffers())}
     return (
         ("parameters", storage_bytes(model.parameters(), round_bytes)),
-        ("buffers", storage_bytes((*model.buffers(), *constants), round_bytes)),
+        ("buffers", storage_bytes((*model.buffers(), *joint.constants.values()), round_bytes)),
         ("inputs", storage_bytes((t for t in inputs if storage_key(t) not in held), round_bytes)),
-        ("optimizer", optimizer_bytes(optimizer, model.parameters())),
+        ("optimizer", optimizer.state_bytes),
+        ("master weights", optimizer.master_bytes),
+        ("accumulated gradients", sum(map(round_bytes, _gradient_bytes(joint))) if accumulate else 0),
     )
+
+
+def _gradient_bytes(joint: Joint) -> list[int]:
+    """Bytes of each `.grad` that a step leaves behind."""
+    placeholders = joint.graph_module.graph.find_nodes(op="placeholder")
+    outputs: Any = joint.graph_module.graph.output_node().args[0]
+    graded = [placeholders[at].meta["val"] for p, at in joint.gradients if isinstance(outputs[p], fx.Node)]
+    return [t.numel() * t.element_size() for t in graded]
+
+
+def _with_optimizer_step(graph: Graph, step_bytes: int, accumulate: bool) -> Graph:
+    """The graph whose last node, where the caller holds what the step has made, also is the optimizer's step: its
+    temporaries are that node's workspace. With accumulation the new gradients are gone by then, added to the old."""
+    gone = sum(v.size_bytes for v in graph.values if v.kind == "gradients") if accumulate else 0
+    if step_bytes <= gone:
+        return graph
+    last = replace(graph.nodes[-1], name="optimizer.step()", workspace_bytes=step_bytes - gone)
+    return replace(graph, nodes=(*graph.nodes[:-1], last))
 
 
 def costed(
@@ -77,6 +100,7 @@ def costed(
     cost: CostModel,
     optimizer: Any,
     scope: str,
+    accumulate: bool,
     measure: bool,
     progress: bool | None = False,
 ) -> Costed:
@@ -84,7 +108,9 @@ def costed(
 
     Args:
         inputs: the flat tensors of the example input.
-        scope: "step" counts what always lives; "activations" only what forward and backward allocate.
+        scope: "step" counts what always lives and the optimizer's step; "activations" only what forward and backward
+            allocate.
+        accumulate: gradients of earlier steps are there when the step begins.
         measure: run ops that may have a workspace once on this machine; else estimate it.
         progress: show a bar while ops are run for their time.
     """
@@ -102,8 +128,12 @@ def costed(
         spaces[node] = workspace(node, device, measure=measure)
         return spaces[node].size_bytes
 
-    outside = external(model, inputs, trace.joint.constants.values(), optimizer, round_bytes)
-    lowered = lower(trace, outside if scope == "step" else (), round_bytes, space)
+    if scope == "step":
+        taken = optimizer_memory(optimizer, model.parameters(), device.kind, round_bytes)
+        lowered = lower(trace, external(model, inputs, trace.joint, taken, accumulate, round_bytes), round_bytes, space)
+        lowered = replace(lowered, graph=_with_optimizer_step(lowered.graph, taken.step_bytes, accumulate))
+    else:
+        lowered = lower(trace, (), round_bytes, space)
     infos = [_info(node, item.op) for node, item in zip(lowered.origin, lowered.graph.nodes, strict=True)]
     costs = tuple(0.0 if info is None else cost.cost(info) for info in infos)
     problem = Problem(lowered.graph, costs, 0, cost.unit)

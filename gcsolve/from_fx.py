@@ -278,7 +278,7 @@ class _Lowering:
             self.external.add(node)
 
     def _add_rng_state(self, node: fx.Node) -> int:
-        on_cpu = all(t.device.type == "cpu" for t in tensors_of(node))
+        on_cpu = not self.trace.target and all(t.device.type == "cpu" for t in tensors_of(node))
         size = self.round_bytes(CPU_RNG_STATE_BYTES if on_cpu else CUDA_RNG_STATE_BYTES)
         at = len(self.nodes)
         self.values.append(Value(f"{node.name}.rng_state", size, at))

@@ -110,10 +110,13 @@ def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> A
 _AS_EAGER: Any = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
 
 
-def capture_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode) -> Joint:
+def capture_joint(
+    module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode, *, on_cpu: bool = True
+) -> Joint:
     """Export `module(*args)` without running it and trace forward and backward together. All tensors are fake.
 
-    Autocast, when active around the call, is active in both stages, so its casts are ops of the graph.
+    Autocast, when active around the call, is active in both stages, so its casts are ops of the graph. `on_cpu`: tensors
+    on the CPU stay there, and its kernels' own ways are followed.
 
     Raises:
         whatever torch raises; `trace.py` words it for the user.
@@ -129,7 +132,9 @@ def capture_joint(module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTen
             program = torch.export.export(module, tuple(args), strict=False)
         exported = program.module(check_guards=False)
         with contextlib.ExitStack() as stack:
-            captured = aot_export_joint_with_descriptors(stack, exported, tuple(args), decompositions=_AS_EAGER)
+            captured = aot_export_joint_with_descriptors(
+                stack, exported, tuple(args), decompositions=_AS_EAGER if on_cpu else {}
+            )
     return _described(captured, exported)
 
 

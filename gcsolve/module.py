@@ -152,7 +152,7 @@ def collect(model: nn.Module, step: Step, tensors: list[torch.Tensor]) -> list[t
     """The tensors of the step's inputs, looked up now: parameters may have been replaced since planning.
 
     Raises:
-        CallError: one of them is on meta.
+        CallError: one of them is on meta, or on the CPU where the step has another device's kernels.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -167,6 +167,12 @@ def collect(model: nn.Module, step: Step, tensors: list[torch.Tensor]) -> list[t
         if tensor.device.type == "meta":
             raise CallError(
                 f"{kind} {name} is on meta: this plan can be read, not run; give the model real weights first"
+            )
+        if step.trace.target_only and tensor.device.type == "cpu":
+            raise CallError(
+                f"{kind} {name} is on the CPU, and this plan has kernels of the device it is for that the CPU lacks "
+                f"({', '.join(step.trace.target_only)}): it can be read here, not run. On that device, move model and "
+                "inputs there and call again; to train on this CPU, plan with device='cpu'"
             )
         found.append(tensor)
     return found

@@ -1,36 +1,63 @@
-"""Bytes of optimizer state, found by running the real class on tiny tensors."""
+"""Bytes that an optimizer holds between steps and takes within one, found by running the real class on tiny tensors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
 
-from gcsolve.errors import ArgumentError
+from gcsolve import _torch
+from gcsolve.errors import ArgumentError, CallError
+from gcsolve.measure import peak_of_events
 
 _SMALL, _LARGE = 1024, 4096
+_FEW, _MANY = 4, 8
+_LOOPS_BY_DEFAULT = frozenset(
+    {"Adafactor"}
+)  # on CUDA, all other classes of torch.optim that can, go through all at once
 
 
-def optimizer_bytes(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
-    """State bytes that `optimizer` will hold for the trainable ones among `parameters`.
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """`state_bytes`: kept from step to step. `master_bytes`: 32-bit copies of 16-bit parameters that the optimizer has as
+    its own. `step_bytes`: the most that `step()` takes beside parameters, gradients and these."""
+
+    state_bytes: int = 0
+    master_bytes: int = 0
+    step_bytes: int = 0
+
+
+def optimizer_memory(
+    optimizer: Any, parameters: Iterable[torch.Tensor], kind: str = "cpu", round_bytes: Callable[[int], int] = int
+) -> OptimizerMemory:
+    """What `optimizer` takes for the trainable ones among `parameters`.
 
     Args:
-        optimizer: None (no state), a number (bytes per trainable parameter element), a `torch.optim.Optimizer` class, or
-            an instance (its class and settings count, not its present state).
+        optimizer: None (nothing), a number (bytes per trainable parameter element: whatever the optimizer holds, 32-bit
+            copies included), a `torch.optim.Optimizer` class, or an instance: its class, settings and parameter groups
+            count, not its present state. Groups of 32-bit tensors that are not the model's, as many elements as its
+            16-bit parameters have, are its master weights.
         parameters: real, fake or meta.
+        kind: of device ("cpu", "cuda", "mps"): on CUDA, classes that can work through all parameters at once do.
+        round_bytes: bytes the target's allocator takes for a storage of that many bytes.
 
     Returns:
-        bytes, found from two tiny sizes of each dtype: state that grows with the parameter, and state that does not.
+        bytes. State that grows with a parameter's elements and state that does not are told apart by two tiny sizes of
+        each dtype; temporaries of all parameters at once and of one after the other by one, four and eight tensors. Sizes
+        that go with a matrix's rows or columns (Adafactor) are counted as if they went with its elements.
 
     Raises:
-        ArgumentError: it is none of these, or the class cannot be made with only a learning rate (pass an instance).
+        ArgumentError: it is none of these, or the class cannot be made with only a learning rate (pass an instance), or
+            cannot step without more than gradients (pass its bytes per parameter).
     """
+    parameters = list(parameters)
     trainable = [p for p in parameters if p.requires_grad]
     if optimizer is None:
-        return 0
+        return OptimizerMemory()
     if isinstance(optimizer, bool) or not (isinstance(optimizer, (Real, torch.optim.Optimizer, type))):
         raise ArgumentError(
             f"optimizer={optimizer!r} is not an optimizer class (torch.optim.AdamW), an instance or bytes per parameter"
@@ -38,47 +65,122 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
     if isinstance(optimizer, Real):
         if not 0 <= float(optimizer) < float("inf"):
             raise ArgumentError(f"optimizer={optimizer!r}: bytes per parameter are a finite number ≥ 0")
-        return int(float(optimizer) * sum(p.numel() for p in trainable))
-    total = 0.0
-    for dtype in sorted({p.dtype for p in trainable}, key=str):
-        small, large = _state_bytes(optimizer, dtype, _SMALL), _state_bytes(optimizer, dtype, _LARGE)
-        per_element = (large - small) / (_LARGE - _SMALL)
-        fixed = small - per_element * _SMALL
-        ours = [p for p in trainable if p.dtype == dtype]
-        total += per_element * sum(p.numel() for p in ours) + fixed * len(ours)
-    return round(total)
+        return OptimizerMemory(int(float(optimizer) * sum(p.numel() for p in trainable)))
+    stepped, masters = _groups(optimizer, parameters)
+    state, temporaries = 0, 0
+    for dtype in sorted({p.dtype for p in stepped}, key=str):
+        ours = [p.numel() for p in stepped if p.dtype == dtype]
+        growth = _Growth.of(optimizer, dtype, kind)
+        state += sum(round_bytes(round(slope * n + fixed)) for n in ours for slope, fixed in growth.state)
+        temporaries = max(temporaries, growth.temporaries(ours))
+    master = sum(round_bytes(p.numel() * p.element_size()) for p in masters)
+    return OptimizerMemory(state, master, temporaries + master)  # master gradients come and go within a step
 
 
-def make_optimizer(optimizer: Any, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """A fresh optimizer like `optimizer` (None or a number: plain SGD) over `parameters`."""
+def _groups(optimizer: Any, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(what `step()` works on, those of it that are master weights)."""
+    trainable = [p for p in parameters if p.requires_grad]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return trainable, []
+    known, grouped = {id(p) for p in parameters}, [p for group in optimizer.param_groups for p in group["params"]]
+    mine, others = [p for p in grouped if id(p) in known], [p for p in grouped if id(p) not in known]
+    half = [p for p in trainable if p.element_size() == 2 and id(p) not in {id(m) for m in mine}]
+    if half and all(p.dtype == torch.float32 for p in others) and _elements(others) == _elements(half):
+        return [*mine, *others], others
+    return mine or trainable, []  # made for another copy of the model: its class and settings count
+
+
+def _elements(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() for t in tensors)
+
+
+def make_optimizer(optimizer: Any, parameters: Iterable[torch.Tensor], kind: str = "cpu") -> torch.optim.Optimizer:
+    """A fresh optimizer like `optimizer` (None or a number: plain SGD) over `parameters`, as it would work on `kind`."""
     parameters = list(parameters)
     if isinstance(optimizer, torch.optim.Optimizer):
         accepted = inspect.signature(type(optimizer).__init__).parameters
         settings = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-        return type(optimizer)(parameters, **settings)  # type: ignore[call-arg]
+        return type(optimizer)(parameters, **_as_on(kind, type(optimizer), settings))  # type: ignore[call-arg]
     if not isinstance(optimizer, type):
         return torch.optim.SGD(parameters, lr=0.01)
     if not issubclass(optimizer, torch.optim.Optimizer):
         raise ArgumentError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer class")
+    settings = _as_on(kind, optimizer, {})
     try:
-        return optimizer(parameters)  # type: ignore[call-arg]
+        return optimizer(parameters, **settings)  # type: ignore[call-arg]
     except TypeError:
         pass
     try:
-        return optimizer(parameters, lr=1e-3)  # type: ignore[call-arg]
+        return optimizer(parameters, lr=1e-3, **settings)  # type: ignore[call-arg]
     except TypeError as error:
         raise ArgumentError(f"optimizer={optimizer.__name__} needs settings ({error}); pass an instance") from error
 
 
-def _state_bytes(optimizer: Any, dtype: torch.dtype, n: int) -> int:
-    """State held for one parameter of `n` elements after one step."""
-    parameter = torch.nn.Parameter(torch.zeros(n // 32, 32, dtype=dtype))
-    parameter.grad = torch.ones_like(parameter)
-    made = make_optimizer(optimizer, [parameter])
-    made.step()
-    found = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in made.state[parameter].values()
-        if isinstance(t, torch.Tensor)
-    }
-    return sum(found.values())
+def _as_on(kind: str, of: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with torch's choice for CUDA made explicit where the user left it to torch."""
+    accepted = inspect.signature(of.__init__).parameters
+    left = settings.get("foreach") is None and not settings.get("fused") and not settings.get("differentiable")
+    at_once = kind == "cuda" and left and "foreach" in accepted and of.__name__ not in _LOOPS_BY_DEFAULT
+    return {**settings, "foreach": True} if at_once else settings
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """How an optimizer's bytes grow for one dtype. `state`: (bytes an element, bytes besides) of each state tensor of a
+    parameter. Temporaries, in bytes an element: `of_all` parameters, `of_one` being stepped, `of_last` stepped before it
+    (a loop's variables live until they are bound again)."""
+
+    state: tuple[tuple[float, float], ...]
+    of_all: float
+    of_one: float
+    of_last: float
+
+    def temporaries(self, sizes: Sequence[int]) -> int:
+        """Bytes for parameters of so many elements, in this order."""
+        pairs = zip((0, *sizes), sizes, strict=False)
+        return round(self.of_all * sum(sizes) + max(self.of_last * last + self.of_one * now for last, now in pairs))
+
+    @classmethod
+    def of(cls, optimizer: Any, dtype: torch.dtype, kind: str) -> _Growth:
+        small, one_small = _tried(optimizer, dtype, _SMALL, 1, kind)
+        large, one_large = _tried(optimizer, dtype, _LARGE, 1, kind)
+        step = _LARGE - _SMALL
+        state = tuple(((b - a) / step, a - (b - a) / step * _SMALL) for a, b in zip(small, large, strict=True))
+        one = (one_large - one_small) / step
+        few, many = (
+            (_tried(optimizer, dtype, _LARGE, n, kind)[1] - _tried(optimizer, dtype, _SMALL, n, kind)[1]) / step
+            for n in (_FEW, _MANY)
+        )
+        of_all = max(0.0, (many - few) / (_MANY - _FEW))
+        return cls(state, of_all, max(0.0, one - of_all), max(0.0, few - one - (_FEW - 1) * of_all))
+
+
+def _tried(optimizer: Any, dtype: torch.dtype, n: int, count: int, kind: str) -> tuple[list[int], int]:
+    """(bytes of each state tensor of one parameter, peak of the second step) for `count` parameters of `n` elements."""
+    parameters = [torch.nn.Parameter(torch.zeros(n // 32, 32, dtype=dtype)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made = make_optimizer(optimizer, parameters, kind)
+    try:
+        made.step()
+        if _torch.profiler_running():
+            raise CallError(
+                "the optimizer's memory cannot be measured while a torch profiler is running; stop it first"
+            )
+        _torch.start_memory_profile()
+        try:
+            made.step()
+        finally:
+            events = _torch.stop_memory_profile()
+    except (TypeError, RuntimeError, AttributeError) as error:
+        name = type(made).__name__
+        raise ArgumentError(
+            f"optimizer={name} could not be tried on a tiny {dtype} tensor ({error}); pass its bytes per parameter, a number"
+        ) from error
+    # Counters stay on the CPU unless they are asked to be on the device.
+    away = kind == "cuda" and not (made.defaults.get("fused") or made.defaults.get("capturable"))
+    found: dict[int, int] = {}
+    for t in made.state[parameters[0]].values():
+        if isinstance(t, torch.Tensor) and not (away and t.dim() == 0):
+            found.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+    return list(found.values()), peak_of_events(events)[0]

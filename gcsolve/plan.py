@@ -215,6 +215,18 @@ class Plan:
 
         save_plan(self, path)
 
+    @property
+    def _optimizer_note(self) -> list[str]:
+        """A line when no recomputation can lower the peak, because it sits in the optimizer."""
+        action: Any = self.schedule.actions[self.replay.peak_action]
+        last = self.problem.graph.nodes[-1]
+        if action.node != len(self.problem.graph.nodes) - 1 or not last.workspace_bytes:
+            return []
+        return [
+            f"the peak is inside optimizer.step(), whose temporaries take {size_text(last.workspace_bytes)}: recomputation "
+            "cannot lower it; a fused optimizer (fused=True) takes none"
+        ]
+
     def summary(self) -> str:
         """The plan in a few lines of text."""
         kept = [d for d in self.decisions if d.action == "keep"]
@@ -230,6 +242,7 @@ class Plan:
             + ("" if self.certificate == ANY_SCHEDULE else f"; {self.any_bound:.2%} for any schedule")
             + f"; gap {self.gap:.2%}",
             f"at the peak ({parts}) runs {self.peak_at}",
+            *self._optimizer_note,
             f"backward reads {len(self.decisions)} forward values: {len(kept)} kept "
             f"({size_text(sum(d.size_bytes for d in kept))}), {len(rerun)} recomputed "
             f"({size_text(sum(d.size_bytes for d in rerun))})",

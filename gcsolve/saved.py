@@ -34,7 +34,7 @@ from gcsolve.schedule import Compute, Free, Schedule
 from gcsolve.solvers.base import Solution, Status
 from gcsolve.solvers.registry import SOLVERS
 from gcsolve.structure import Leaf, Static, Template, flatten
-from gcsolve.trace import parse_example, trace
+from gcsolve.trace import parse_example
 
 FORMAT = 1
 
@@ -66,6 +66,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
             "device": settings.device.name,
             "cost": settings.cost.name,
             "all_outputs": settings.all_outputs,
+            "accumulate": settings.accumulate,
             "solver": solver if isinstance(solver, str) else solver.name,
             "time_limit_s": plan.asked.time_limit_s,
             "gap": plan.asked.gap,
@@ -78,6 +79,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
                 for node, cost, flops in zip(plan.problem.graph.nodes, plan.problem.cost, costs.flops, strict=True)
             ],
             "estimated_workspace": costs.estimated_workspace,
+            "estimated_cost": costs.estimated_cost,
             "costed_by_bytes": costs.costed_by_bytes,
         },
         "budget_bytes": plan.budget_bytes,
@@ -167,11 +169,11 @@ def _traced(
     """The call traced again, with the numbers of the file instead of measured ones."""
     started = time.perf_counter()
     tensors, template = flatten((args, kwargs), "example_input")
-    traced = trace(model, args, kwargs, settings.loss, settings.all_outputs)
+    traced = settings.trace(model, args, kwargs)
     plain = get_cost("flops", settings.device)  # replaced below; a measured model would run ops for nothing
     fresh = costed(
         traced, model, tensors, device=settings.device, cost=plain, optimizer=settings.optimizer, scope=settings.scope,
-        measure=False,
+        accumulate=settings.accumulate, measure=False,
     )  # fmt: skip
     saved = record["graph"]
     _compare_graphs(saved, fresh.problem.graph)
@@ -185,6 +187,7 @@ def _traced(
         tuple(op[3] for op in ops),
         tuple(saved["estimated_workspace"]),
         tuple(saved["costed_by_bytes"]),
+        tuple(saved["estimated_cost"]),
     )
     key = signature(model, tensors, template)
     return TracedCall(made, record["baseline_peak_bytes"], key, time.perf_counter() - started)
@@ -265,7 +268,7 @@ def _settings(
         found = cost or saved["cost"]
         return Settings.checked(
             model, loss=loss, optimizer=optimizer, scope=saved["scope"], device=saved["device"], cost=found,
-            grad_outputs="all" if saved["all_outputs"] else "auto",
+            grad_outputs="all" if saved["all_outputs"] else "auto", accumulate=saved["accumulate"],
         )  # fmt: skip
     except ArgumentError as error:
         if "cost=" not in str(error):

@@ -25,6 +25,7 @@ from gcsolve._torch import as_in_eager, fake_mode
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.functions import ByHand
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
+from gcsolve.kernels import TargetKernels
 from gcsolve.known import KnownValues
 from gcsolve.structure import Template, flatten, leaf_paths, skeleton, unflatten
 
@@ -37,6 +38,8 @@ class Trace:
 
     `output_template` rebuilds the model's own output around the flat outputs. `takes_gradient[k]`: the plan expects a
     gradient for flat output k; `differentiable[k]`: the untouched model would accept one. `output_paths[k]` names it.
+    `target`: the kind of device ("cuda") whose kernels were traced in place of the CPU's, "" when none were;
+    `target_only`: those ops that the CPU cannot run.
     """
 
     joint: Joint
@@ -45,6 +48,8 @@ class Trace:
     differentiable: tuple[bool, ...]
     output_paths: tuple[str, ...]
     input_paths: tuple[str, ...]
+    target: str = ""
+    target_only: tuple[str, ...] = ()
 
 
 def parse_example(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -77,17 +82,22 @@ class _Flat(nn.Module):
     """The model as a function of a flat list of tensors to a flat tuple of tensors."""
 
     def __init__(
-        self, model: nn.Module, template: Template, loss: Callable[[Any], Any] | None, all_outputs: bool
+        self,
+        model: nn.Module,
+        template: Template,
+        loss: Callable[[Any], Any] | None,
+        all_outputs: bool,
+        kernels: TargetKernels | None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.settings = (template, loss, all_outputs)
+        self.settings = (template, loss, all_outputs, kernels)
         self.record = _Record()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        template, loss, all_outputs = self.settings
+        template, loss, all_outputs, kernels = self.settings
         args, kwargs = unflatten(template, tensors)
-        with as_in_eager(), KnownValues(), ByHand():
+        with as_in_eager(), KnownValues(), ByHand(), kernels or contextlib.nullcontext():
             result = self.model.forward(*args, **kwargs)
             if loss is not None:
                 result = loss(result)
@@ -108,6 +118,7 @@ def trace(
     kwargs: dict[str, Any],
     loss: Callable[[Any], Any] | None = None,
     all_outputs: bool = False,
+    kernels: TargetKernels | None = None,
 ) -> Trace:
     """Trace `model(*args, **kwargs)` (then `loss`) and its backward to one graph; nothing is run or allocated.
 
@@ -115,6 +126,7 @@ def trace(
         loss: maps the model's output to a scalar; traced with the model, and then the step's only output.
         all_outputs: expect a gradient for every differentiable output. Default: when some of them are scalars (a loss
             among logits), for the scalars only.
+        kernels: those of the device to trace for, when the model's tensors are not there.
 
     Raises:
         TraceError: the model branches on a tensor's value (names the user's line), draws from Python's or numpy's
@@ -128,10 +140,10 @@ def trace(
     tensors, template = flatten((args, kwargs), "example_input")
     mode = fake_mode()
     fakes = [fake_tensor(mode, t) for t in tensors]
-    flat = _Flat(_copied(mode, model), template, loss, all_outputs)
+    flat = _Flat(_copied(mode, model), template, loss, all_outputs, kernels)
     with _HostRandomnessRefused(), _torch_quiet():
         try:
-            joint = capture_joint(flat, fakes, mode)
+            joint = capture_joint(flat, fakes, mode, on_cpu=kernels is None)
         except GcsolveError:
             raise
         except Exception as error:
@@ -151,6 +163,8 @@ def trace(
         differentiable,
         tuple(paths[k] for k in range(len(takes))),
         tuple(names[k].removeprefix("example_input") for k in range(len(tensors))),
+        kernels.device.kind if kernels else "",
+        tuple(kernels.used) if kernels else (),
     )
 
 

@@ -110,6 +110,7 @@ class _Runner:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.state = _generator_state(self.device)
         self.outputs: list[torch.Tensor] = []
+        self.held: list[torch.Tensor] = []
         self.measured = 0
 
     def forward_backward(self) -> None:
@@ -120,10 +121,10 @@ class _Runner:
         outputs, _ = flatten(result, "output")
         graded = [o for o, takes in zip(outputs, self.plan.costed.trace.takes_gradient, strict=True) if takes]
         torch.autograd.backward(graded, [torch.ones_like(o) for o in graded])
-        self.outputs = [o.detach() for o in graded]
+        self.outputs, self.held = [o.detach() for o in graded], [o.detach() for o in outputs]
 
     def clear(self) -> None:
-        self.outputs = []
+        self.outputs, self.held = [], []
         for tensor in (*self.model.parameters(), *self.inputs()):
             tensor.grad = None
 
@@ -142,18 +143,28 @@ class _Runner:
         return storage_bytes((*self.model.parameters(), *self.model.buffers(), *self.inputs(), *states, *constants))
 
     def peak_bytes(self) -> int:
-        """Peak of one whole step, beginning without gradients."""
+        """Peak of one whole step, beginning without gradients, or with those of a step before where the plan counts them."""
+        accumulate = self.plan.session.settings.accumulate
         self.clear()
+        if accumulate:
+            self.on_own_stream(self.forward_backward)
+            self.outputs, self.held = [], []
 
         def step() -> None:
             with PeakMeter(self.device) as meter:
                 self.forward_backward()
-                self.outputs = []
-                self.optimizer.step()
+                if self.plan.scope == "step":
+                    self.optimizer.step()
             self.measured = meter.peak_bytes
 
         self.on_own_stream(step)
-        before = self.external_bytes() if self.plan.scope == "step" else 0
+        before = 0
+        if self.plan.scope == "step":
+            before = self.external_bytes()
+            if accumulate:
+                before += storage_bytes(
+                    t.grad for t in (*self.model.parameters(), *self.inputs()) if t.grad is not None
+                )
         self.clear()
         return before + self.measured
 

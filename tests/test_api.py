@@ -47,7 +47,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "zero size": ({"budget": "0GB"}, "budget=0"),
     "fraction above 1": ({"budget": 20}, "budget_gb=20"),
     "both": ({"budget_gb": 1, "budget": 0.5}, "both were given"),
-    "neither": ({}, "neither was given"),
+    "neither": ({"scope": "activations"}, "no default budget"),
     "solver": ({"budget": 0.5, "solver": "magic"}, "known solvers: auto"),
     "cost": ({"budget": 0.5, "cost": "magic"}, "known cost models: auto"),
     "device": ({"budget": 0.5, "device": "abacus"}, "known devices: .*h200"),

@@ -412,9 +412,9 @@ def test_attention_backward_for_a_gpu_that_is_not_here():
 
     def attend(q: torch.Tensor, k: torch.Tensor) -> Any:
         q = q.detach().requires_grad_()
-        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, k).sum(), q)
+        return torch.autograd.grad(aten._scaled_dot_product_flash_attention(q, k, k)[0].sum(), q)
 
-    node = the(traced(attend, q, q), aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    node = the(traced(attend, q, q), aten._scaled_dot_product_flash_attention_backward.default)
     assert workspace_bytes(node, H100, measure=False) == 4 * (2 * 4) * 128 * (64 + 1)
 
 

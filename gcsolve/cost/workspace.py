@@ -224,8 +224,6 @@ _ESTIMATES: dict[Any, Callable[[fx.Node, DeviceSpec], int]] = {
     aten.bmm: _matmul,
     aten.baddbmm: _matmul,
     aten._scaled_dot_product_flash_attention_backward: _attention_backward,
-    # traced on CPU for a GPU that is not here: what will run there is the flash kernel
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
     aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
     aten.sort: _sorts,
