@@ -174,6 +174,7 @@ def compare(
     time_limit_s: float = 60.0,
     gap: float = 0.005,
     grad_outputs: str = "auto",
+    accumulate: bool = False,
     progress: bool | None = None,
 ) -> Comparison:
     """Plan `model` by each solver at each budget, tracing once, and put the answers side by side.
@@ -206,7 +207,8 @@ def compare(
         raise ArgumentError("measure=True runs the model, and its weights are on meta; give it real weights first")
     traced = solve(
         model, example_input, budget=1.0, solver="store_all", loss=loss, optimizer=optimizer, scope=scope, cost=cost,
-        device=device, time_limit_s=time_limit_s, gap=gap, grad_outputs=grad_outputs, progress=progress,
+        device=device, time_limit_s=time_limit_s, gap=gap, grad_outputs=grad_outputs, accumulate=accumulate,
+        progress=progress,
     )  # fmt: skip
     session: Session = traced.session
     sizes = tuple(dict.fromkeys(budget_bytes(gb, b, traced.baseline_peak_bytes) for gb, b in asked))
