@@ -36,7 +36,12 @@ def overhead(problem: Problem, cost: float) -> float:
 def test_the_optimum_is_what_brute_force_finds(problem: Problem):
     assume(len(droppable(problem)) <= SMALL)
     best = best_kept_cost(problem)
-    solution = Retention().solve(problem, gap=0.0, time_limit_s=5)
+    solution = Retention(epochs=False).solve(problem, gap=0.0, time_limit_s=5)
+    if solution.schedule is not None and (best is None or solution.overhead < overhead(problem, best) - 1e-9):
+        # the class has no node that is rerun for one output while another is kept; plans found on the way may
+        runs = solution.schedule.runs(problem.graph)
+        assert any(run > 1 and len(node.outputs) > 1 for run, node in zip(runs, problem.graph.nodes, strict=True))
+        return
     if best is None:
         assert solution.status is Status.INFEASIBLE
         assert solution.least_bytes == least_kept_peak(problem) > problem.budget_bytes
@@ -55,6 +60,7 @@ def test_no_schedule_beats_the_any_schedule_bound(problem: Problem):
     if best is None:
         assert solution.status is Status.INFEASIBLE
     else:
+        assert solution.status is not Status.INFEASIBLE or solution.certificate != ANY_SCHEDULE
         assert solution.any_bound <= overhead(problem, best) + 1e-9
         if solution.certificate == ANY_SCHEDULE:
             assert solution.lower_bound <= overhead(problem, best) + 1e-9
@@ -134,7 +140,7 @@ def test_infeasible_says_what_would_fit_and_that_fits():
     problem = layered(6, 0)
     floor, _ = peak_floor(problem)
     for budget in (0, floor - 1, floor + 1):
-        refused = Retention().solve(problem.with_budget(budget))
+        refused = Retention(epochs=False).solve(problem.with_budget(budget))
         assert refused.status is Status.INFEASIBLE
         assert refused.schedule is None
         assert refused.least_bytes is not None
@@ -166,7 +172,11 @@ def test_a_falling_budget_never_raises_the_peak_nor_lowers_the_cost(problem: Pro
 
 
 def test_the_certificate_says_which_class():
-    room = {case.name: Retention().solve(case.problem, gap=0.0) for case in known() if case.kept_cost is not None}
+    room = {
+        case.name: Retention(epochs=False).solve(case.problem, gap=0.0)
+        for case in known()
+        if case.kept_cost is not None
+    }
     assert room["chain, room for all"].certificate == ANY_SCHEDULE
     assert room["chain, one short"].certificate == ANY_SCHEDULE
     assert {s.certificate for s in room.values()} <= {ANY_SCHEDULE, ONE_RERUN}

@@ -16,6 +16,7 @@ from gcsolve.errors import ArgumentError
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
+from gcsolve.solvers import auto as auto_solver
 from gcsolve.solvers.base import Solution, Solver, Status
 from gcsolve.solvers.blocks import block_of, twins
 from gcsolve.solvers.chen import Chen, chen_kept
@@ -27,8 +28,9 @@ from tests.oracles import best_cost, best_kept_cost, slow_simulate
 from tests.strategies import problems
 
 FITS = (Status.OPTIMAL, Status.FEASIBLE)
-ONCE = ("retention", "store_all", "uniform", "uniform_sqrt", "blocks", "chen", "knapsack")
+ONCE = ("store_all", "uniform", "uniform_sqrt", "blocks", "chen", "knapsack")
 """Methods that rerun a value at most once; the others may go below what these reach. `test_methods.py` has more."""
+CHEAP = tuple(solver.name for solver in auto_solver.CHEAP)
 QUICK = tuple(name for name in solvers() if name not in ("checkmate", "moccasin", "brute_force"))
 
 
@@ -77,8 +79,8 @@ def test_every_solver_on_every_known_graph(name: str, case: Known):
         assert solution.status not in FITS
     elif solution.status in FITS:
         assert solution.overhead >= least / problem.total_cost - 1 - 1e-9
-    if name in ("retention", "auto") and case.kept_cost is not None:
-        assert solution.overhead == pytest.approx(case.kept_cost / problem.total_cost - 1)
+    if name in ("retention", "auto"):
+        assert solution.overhead == pytest.approx(case.any_cost / problem.total_cost - 1)
         assert solution.status is Status.OPTIMAL
 
 
@@ -91,8 +93,9 @@ def test_every_solver_on_repeated_blocks(name: str, share: float):
     check(problem, solution)
     auto = solve_problem(problem)
     assert auto.status in FITS
-    if solution.status in FITS and name in ONCE:
-        assert auto.overhead <= solution.overhead + 1e-12
+    if solution.status in FITS:
+        room = 0.0 if name in CHEAP else 0.005 * (1 + auto.overhead)  # what auto may leave to be found
+        assert auto.overhead <= solution.overhead + room + 1e-12
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,7 +104,7 @@ def test_every_solver_on_random_graphs(problem: Problem):
     answers = {name: solve_problem(problem, name, gap=0.0) for name in QUICK}
     for solution in answers.values():
         check(problem, solution)
-    fitting = [s.overhead for name, s in answers.items() if s.status in FITS and name in ONCE]
+    fitting = [s.overhead for name, s in answers.items() if s.status in FITS]
     if fitting:
         assert answers["auto"].status in FITS
         assert answers["auto"].overhead <= min(fitting) + 1e-12

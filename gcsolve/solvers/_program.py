@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -130,10 +130,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class MipResult:
-    """`bound`: in overhead. `kept`: None when no solution was found. `infeasible`: proven."""
+    """`bound`: in overhead. `kept`: what the solution holds; None when none was found. `infeasible`: proven."""
 
     bound: float
-    kept: frozenset[int] | None
+    kept: frozenset[Any] | None
     infeasible: bool
 
 
@@ -198,13 +198,13 @@ class Program:
                 held.lower_bound = 1.0
         else:
             low = 1.0 if c.first_native < NEVER else -math.inf
-            _row(self.model, {held: 1.0, made: 1.0}, low, 1.0)
+            add_row(self.model, {held: 1.0, made: 1.0}, low, 1.0)
         readers = list(dict.fromkeys(self.R[j] for j in c.rerun_readers))
         if c.first_native == NEVER:
-            _row(self.model, {held: 1.0} | dict.fromkeys(readers, -1.0), -math.inf, 0.0)
+            add_row(self.model, {held: 1.0} | dict.fromkeys(readers, -1.0), -math.inf, 0.0)
         for r in readers:
             if r is not made:
-                _row(self.model, {r: 1.0, held: -1.0} | ({made: -1.0} if made is not None else {}), -math.inf, 0.0)
+                add_row(self.model, {r: 1.0, held: -1.0} | ({made: -1.0} if made is not None else {}), -math.inf, 0.0)
 
     def reruns_by(self, moment: int) -> dict[int, mathopt.Variable]:
         """N: for each node that can have been rerun once backward node `moment` has run, the variable that says so."""
@@ -234,10 +234,10 @@ class Program:
         if len(causes) == 1 and fixed[0] == 0:
             return causes[0][1]
         var = self.model.add_variable(lb=0.0, ub=1.0)
-        _row(self.model, {var: 1.0, self.R[i]: -1.0}, -math.inf, 0.0)
-        _row(self.model, {var: 1.0} | dict.fromkeys((n for _, n in causes), -1.0), -math.inf, 0.0)
+        add_row(self.model, {var: 1.0, self.R[i]: -1.0}, -math.inf, 0.0)
+        add_row(self.model, {var: 1.0} | dict.fromkeys((n for _, n in causes), -1.0), -math.inf, 0.0)
         for (v, n), zero in zip(causes, fixed, strict=True):
-            _row(self.model, {n: 1.0, var: -1.0} | ({self.S[v]: -1.0} if zero is None else {}), -math.inf, 0.0)
+            add_row(self.model, {n: 1.0, var: -1.0} | ({self.S[v]: -1.0} if zero is None else {}), -math.inf, 0.0)
         return var
 
     def add_instant(self, node: int, before: int) -> bool:
@@ -326,14 +326,14 @@ class Program:
                 continue
             alive = self.model.add_variable(lb=0.0, ub=1.0)
             for need in lower:
-                _row(self.model, _minus(need, {alive: 1.0}), -math.inf, 0.0)
+                add_row(self.model, _minus(need, {alive: 1.0}), -math.inf, 0.0)
             _plus(terms, alive, float(c.size_bytes))
         self._memory_row(terms, const)
 
     def _memory_row(self, terms: Linear, const: int) -> None:
         scaled = {var: k / self.unit_bytes for var, k in terms.items()}
         right = (self.budget_bytes - self.margin_bytes - const) / self.unit_bytes + ROW_SLACK
-        self.rows.append((_row(self.model, scaled, -math.inf, right), const))
+        self.rows.append((add_row(self.model, scaled, -math.inf, right), const))
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget of every row."""
@@ -367,13 +367,14 @@ def add_overflowing(program: Program, run: KeptRun, budget_bytes: int) -> int:
 
 def run_model(
     model: mathopt.Model,
-    held: dict[int, mathopt.Variable],
+    held: Mapping[Any, mathopt.Variable],
     *,
     time_limit_s: float,
     abs_gap: float,
     nodes: int | None = None,
+    hint: Mapping[mathopt.Variable, float] | None = None,
 ) -> MipResult:
-    """Minimise with HiGHS on one thread; `abs_gap` and the bound in objective / UNITS."""
+    """Minimise with HiGHS on one thread; `abs_gap` and the bound in objective / UNITS; `hint`: where to begin."""
     from ortools.math_opt.python import mathopt
 
     params = mathopt.SolveParameters(
@@ -384,8 +385,14 @@ def run_model(
         relative_gap_tolerance=0.0,
     )
     params.highs.int_options["threads"] = 1
+    begin = [mathopt.SolutionHint(variable_values=dict(hint))] if hint else []
     with quiet():
-        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+        result = mathopt.solve(
+            model,
+            mathopt.SolverType.HIGHS,
+            params=params,
+            model_params=mathopt.ModelSolveParameters(solution_hints=begin),
+        )
     infeasible = result.termination.reason in (
         mathopt.TerminationReason.INFEASIBLE,
         mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
@@ -430,7 +437,7 @@ def weighted_sum(terms: Linear) -> mathopt.LinearBase:
     return mathopt.fast_sum([k * v for v, k in terms.items()])
 
 
-def _row(model: mathopt.Model, terms: Linear, low: float, high: float) -> mathopt.LinearConstraint:
+def add_row(model: mathopt.Model, terms: Linear, low: float, high: float) -> mathopt.LinearConstraint:
     """low ≤ Σ terms ≤ high; several times faster than building the expression."""
     row = model.add_linear_constraint(lb=low, ub=high)
     for var, k in terms.items():

@@ -1,9 +1,4 @@
-"""`retention` beside the cheap methods: its overhead is never above theirs at the same budget.
-
-`greedy` reruns a value as often as it pays, so it also finds plans below what one rerun a value can reach. Where the bound
-for any schedule still leaves more than the asked gap, `rotor` and (on small graphs) `checkmate` get a few seconds each; the
-plan may then depend on how far they came.
-"""
+"""`retention`, which begins with the best plan of the cheap methods: its overhead is never above theirs."""
 
 from __future__ import annotations
 
@@ -15,12 +10,10 @@ from typing import ClassVar
 from gcsolve.problem import Problem
 from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Solver, judged
 from gcsolve.solvers.blocks import Blocks
-from gcsolve.solvers.checkmate import Checkmate
 from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
 from gcsolve.solvers.minimum import peak_floor
 from gcsolve.solvers.retention import Retention
-from gcsolve.solvers.rotor import Rotor
 from gcsolve.solvers.store_all import StoreAll
 from gcsolve.solvers.uniform import Uniform, UniformSqrt
 
@@ -43,15 +36,14 @@ class Auto:
 
         found = [s.solve(problem, time_limit_s=time_limit_s, gap=gap) for s in CHEAP]
         best = min((s for s in found if _fits(s, problem)), key=_rank, default=None)
-        proven = Retention(find_least=best is None).solve(problem, time_limit_s=left(), gap=gap)
-        if _fits(proven, problem) and (best is None or proven.overhead <= best.overhead):
-            best = proven
-        if best is None:
-            return replace(_with_least(proven, found, problem), solver=self.name, solve_s=time.perf_counter() - started)
-        if best.overhead - proven.any_bound > gap * (1.0 + best.overhead):
-            finer = [s.solve(problem, time_limit_s=min(FINER_S, left() / 2), gap=gap) for s in (Rotor(), Checkmate())]
-            best = min((s for s in (best, *finer) if _fits(s, problem)), key=_rank)
-        solved = best if best is proven else _with_bounds(best, proven, problem, gap)
+        begin = best.schedule.order() if best and best.schedule else None
+        proven = Retention(begin=begin).solve(problem, time_limit_s=left(), gap=gap)
+        if not _fits(proven, problem) and best is None:
+            solved = _with_least(proven, found, problem)
+        elif best is None or (_fits(proven, problem) and proven.overhead <= best.overhead):
+            solved = proven
+        else:
+            solved = _with_bounds(best, proven, problem, gap)
         return replace(solved, solver=self.name, solve_s=time.perf_counter() - started)
 
 

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.solvers._orders import OrderReplay, OrderRun, best_order
-from gcsolve.solvers._program import BYTE_UNITS, ROW_SLACK, UNITS, run_model, weighted_sum
+from gcsolve.solvers._program import BYTE_UNITS, ROW_SLACK, UNITS, add_row, run_model, weighted_sum
 from gcsolve.solvers.base import ASCENDING, Solution, Status, judged, unanswered
 from gcsolve.solvers.greedy import greedy_order
 
@@ -168,7 +168,7 @@ class _Model:
         cost = {var: problem.cost[i] * UNITS / self.total for (_, i), var in self.R.items() if problem.cost[i]}
         if most_overhead is not None:
             limit = most_overhead * UNITS + 1e-6
-            _row(self.model, cost, -math.inf, limit)
+            add_row(self.model, cost, -math.inf, limit)
         self.model.minimize(weighted_sum(cost))
 
     def _variables(self, at: int) -> None:
@@ -203,29 +203,29 @@ class _Model:
             for v in graph.nodes[j].inputs:
                 sources = {x: 1.0 for x in (self._held(at, v), self._made(at, v)) if x is not None}
                 if run is None:
-                    _row(model, sources, 1.0, math.inf)
+                    add_row(model, sources, 1.0, math.inf)
                 else:
-                    _row(model, sources | {run: -1.0}, 0.0, math.inf)
+                    add_row(model, sources | {run: -1.0}, 0.0, math.inf)
         for v, value in enumerate(graph.values):
             held, made, later = self._held(at, v), self._made(at, v), self._held(at + 1, v)
             if later is not None and value.producer != native:
                 sources = {x: -1.0 for x in (held, made) if x is not None}
-                _row(model, {later: 1.0} | sources, -math.inf, 0.0)
+                add_row(model, {later: 1.0} | sources, -math.inf, 0.0)
             if held is not None and made is not None:
-                _row(model, {held: 1.0, made: 1.0}, -math.inf, 1.0)
+                add_row(model, {held: 1.0, made: 1.0}, -math.inf, 1.0)
         # what is alive once slot k has come, for each value: the variable that says so, or None for "not"
         used = model.add_variable(lb=0.0)
         start = {held: self.size[v] for v in range(self.values) if (held := self._held(at, v)) is not None}
-        _row(model, {used: 1.0} | {x: -k for x, k in start.items()}, 0.0, 0.0)
+        add_row(model, {used: 1.0} | {x: -k for x, k in start.items()}, 0.0, 0.0)
         needed = {v: self._needed(at, v, runs) for v in range(self.values)}
         budget = (self.problem.budget_bytes - graph.external_bytes) / self.unit_bytes + ROW_SLACK
         for k, run in slots:
             node = graph.nodes[k]
             makes = node.workspace_bytes / self.unit_bytes + sum(self.size[v] for v in node.outputs)
             if run is None:
-                self.rows.append(_row(model, {used: 1.0}, -math.inf, budget - makes))
+                self.rows.append(add_row(model, {used: 1.0}, -math.inf, budget - makes))
                 continue
-            self.rows.append(_row(model, {used: 1.0, run: makes}, -math.inf, budget))
+            self.rows.append(add_row(model, {used: 1.0, run: makes}, -math.inf, budget))
             change: dict[mathopt.Variable, float] = {}
             for v in node.outputs:
                 if not graph.values[v].pinned:
@@ -238,7 +238,7 @@ class _Model:
                     _add(change, before, -self.size[v])
             if change:
                 following = model.add_variable(lb=0.0)
-                _row(model, {following: 1.0, used: -1.0} | {x: -c for x, c in change.items()}, 0.0, 0.0)
+                add_row(model, {following: 1.0, used: -1.0} | {x: -c for x, c in change.items()}, 0.0, 0.0)
                 used = following
 
     def _needed(self, at: int, v: int, runs: dict[int, mathopt.Variable | None]) -> dict[int, mathopt.Variable | None]:
@@ -262,8 +262,8 @@ class _Model:
                 now = run
             else:
                 alive = self.model.add_variable(lb=0.0, ub=1.0)
-                _row(self.model, {alive: 1.0, run: -1.0}, 0.0, math.inf)
-                _row(self.model, {alive: 1.0, now: -1.0}, 0.0, math.inf)
+                add_row(self.model, {alive: 1.0, run: -1.0}, 0.0, math.inf)
+                add_row(self.model, {alive: 1.0, now: -1.0}, 0.0, math.inf)
                 now = alive
             found[-j - 1] = now
         found[value.producer] = now
@@ -293,16 +293,6 @@ class _Model:
             if native is not None:
                 order.append(native)
         return order
-
-
-def _row(
-    model: mathopt.Model, terms: dict[mathopt.Variable, float], low: float, high: float
-) -> mathopt.LinearConstraint:
-    """low ≤ Σ terms ≤ high; several times faster than building the expression."""
-    row = model.add_linear_constraint(lb=low, ub=high)
-    for var, k in terms.items():
-        row.set_coefficient(var, k)
-    return row
 
 
 def _add(terms: dict[mathopt.Variable, float], var: mathopt.Variable | None, k: float) -> None:

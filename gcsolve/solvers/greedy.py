@@ -98,7 +98,7 @@ def thinned(replay: OrderReplay, run: OrderRun, deadline: float) -> OrderRun:
         work -= len(steps)
         if work < 0 or time.perf_counter() > deadline:
             break
-        shorter = _needed(replay, [step for step in steps if step[0] != at])
+        shorter = needed(replay, [step for step in steps if step[0] != at])
         trial = replay.run([i for _, i in shorter])
         if trial.peak_bytes <= budget and trial.key() < run.key():
             gone.update({place for place, _ in steps}.difference(place for place, _ in shorter))
@@ -106,7 +106,7 @@ def thinned(replay: OrderReplay, run: OrderRun, deadline: float) -> OrderRun:
     return run
 
 
-def _needed(replay: OrderReplay, steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def needed(replay: OrderReplay, steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """`steps` without the reruns of which nothing is read."""
     runs: dict[int, int] = {}
     for _, i in steps:
@@ -250,7 +250,7 @@ class _Moment:
         self.search, self.graph = search, search.graph
         at = int(run.bytes_at.argmax())
         order = run.order
-        stage_of = _stages(order)
+        stage_of = stages_of(order)
         self.stage = stage_of[at]
         self.spans: dict[int, list[tuple[int, int]]] = {}  # value -> (first, last) stage of each copy, in order
         alive: list[tuple[int, int]] = []
@@ -363,7 +363,7 @@ class _Moment:
             spans[at] = (spans[at][0], max(spans[at][1], until))
 
 
-def _stages(order: tuple[int, ...]) -> list[int]:
+def stages_of(order: tuple[int, ...]) -> list[int]:
     """For each place the node that runs there or next for the first time."""
     stage, top = [], 0
     for i in order:

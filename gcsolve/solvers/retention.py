@@ -1,4 +1,4 @@
-"""The default: keep or rerun once, proven by a MILP whose memory rows are added only where a plan overflows.
+"""Keep or rerun, proven by MILPs whose memory rows are added only where a plan overflows: one epoch, then more.
 
 Forward F, then backward B, in their given order. A forward value is either *kept* to its last use or *rerun* once,
 just before the backward (or another rerun) first needs it, and then held to its last use.
@@ -31,6 +31,9 @@ is a true lower bound for the class (certificate `ONE_RERUN`). `anybound.py` add
 **Incumbents.** A kept set that overflows is repaired by exact replays (`_repair.py`); so the search can stop at the
 asked gap long before its own optimum fits.
 
+**More epochs.** Where one rerun a value does not fit, the graph has no backward, or the bound for any schedule still
+leaves more than the gap, `_epoch_search.py` goes on with any number of reruns, also inside the forward.
+
 After Jain et al., "Checkmate" (MLSys 2020) and Bartan et al., "Moccasin" (ICML 2023); differs in that memory is held
 in rows of a few moments, not of all n².
 """
@@ -38,19 +41,30 @@ in rows of a few moments, not of all n².
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
+from gcsolve.simulate import simulate
+from gcsolve.solvers._epoch_search import EpochSearch
 from gcsolve.solvers._kept import KeptReplay, KeptRun
+from gcsolve.solvers._orders import OrderReplay, best_order
 from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import improve, repair, starts
 from gcsolve.solvers.anybound import any_schedule_bound
-from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status, judged
+from gcsolve.solvers.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, ROUNDING, Solution, Status, judged, unanswered
 from gcsolve.solvers.blocks import twins
+from gcsolve.solvers.greedy import greedy_order
 from gcsolve.solvers.minimum import minimum_peak, peak_floor
 
+ONE_EPOCH_SHARE = 0.5
+"""Of the time, for one rerun a value."""
+GREEDY_SHARE = 0.25
+"""Of the time that is then left, for the greedy's plan."""
+FINER_SHARE = 0.15
+"""Of the time, for more reruns where one a value fits and is proven to be within the gap of its class."""
 LOOSE_GAP = 0.02
 BOUND_SHARE = 0.25
 TIED_ROUNDS = 12
@@ -66,46 +80,116 @@ TINY_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class Retention:
-    """`find_least`: when nothing fits, spend what is left of the time on finding the least budget that would."""
+    """`epochs`: where one rerun a value is not enough, or the bound leaves room, go on with any number of reruns.
+    `begin`: an order to begin that with; None: the greedy's.
+    `find_least`: when nothing fits, spend what is left of the time on finding the least budget that would.
+    """
 
     name: ClassVar[str] = "retention"
+    epochs: bool = True
+    begin: tuple[int, ...] | None = None
     find_least: bool = True
 
     def solve(self, problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.005) -> Solution:
         started = time.perf_counter()
+        finish = started + 0.9 * time_limit_s
         graph = problem.graph
         replay = KeptReplay(problem)
         everything = replay.run(range(len(graph.values)))
         if everything.peak_bytes <= problem.budget_bytes:
-            return _answer(self.name, problem, everything, 0.0, 0.0, started, gap)
-        floor_bytes, _ = peak_floor(problem)
-        if floor_bytes > problem.budget_bytes:
-            return self._infeasible(problem, started, time_limit_s, 0.0)
-        search = _Search(replay, problem.budget_bytes, gap, started + 0.9 * time_limit_s)
-        proven_infeasible = search.run()
-        if search.best is None:
-            if proven_infeasible:
-                return self._infeasible(problem, started, time_limit_s, search.any_bound)
-            return _no_plan(self.name, search, started)
-        return _answer(self.name, problem, search.best, search.bound, search.any_bound, started, gap)
+            return _Bounds().judged(self.name, problem, everything.order.tolist(), started, gap)
+        if peak_floor(problem)[0] > problem.budget_bytes:
+            return self._no_plan(problem, ANY_SCHEDULE, _Bounds(), started, time_limit_s)
+        order, bounds, impossible = None, _Bounds(), ONE_RERUN  # without a backward that class keeps everything
+        if graph.backward_start < len(graph.nodes):
+            share = ONE_EPOCH_SHARE if self.epochs else 1.0
+            search = _Search(replay, problem.budget_bytes, gap, started + share * (finish - started))
+            impossible = search.run()
+            bounds = _Bounds(any=search.any_bound, one_rerun=search.bound)
+            if search.best is not None:
+                order = order_from_kept(graph, search.best.kept)
+        if self.epochs and impossible != ANY_SCHEDULE:
+            order, bounds, impossible = self._more_epochs(problem, order, bounds, gap, finish, time_limit_s)
+        if order is None:
+            return self._no_plan(problem, impossible, bounds, started, time_limit_s)
+        return bounds.judged(self.name, problem, order, started, gap)
 
-    def _infeasible(self, problem: Problem, started: float, time_limit_s: float, any_bound: float) -> Solution:
-        """Nothing fits: say what would."""
+    def _more_epochs(
+        self,
+        problem: Problem,
+        order: Sequence[int] | None,
+        bounds: _Bounds,
+        gap: float,
+        finish: float,
+        time_limit_s: float,
+    ) -> tuple[Sequence[int] | None, _Bounds, str | None]:
+        """The same with any number of reruns: (order, bounds, the class in which nothing fits)."""
+        replay = OrderReplay(problem)
+        now = time.perf_counter()
+        if order is None:
+            begin = self.begin or greedy_order(problem, deadline=now + GREEDY_SHARE * (finish - now)).order
+            run = replay.run(begin)
+        else:
+            run = replay.run(order)
+            if bounds.gap(ANY_SCHEDULE, run.rerun_cost / (problem.total_cost or 1.0)) <= gap + ROUNDING:
+                return order, bounds, None
+            if self.begin is not None:
+                run = best_order([run, replay.run(self.begin)], problem.budget_bytes)
+            if bounds.gap(ONE_RERUN, replay.run(order).rerun_cost / (problem.total_cost or 1.0)) <= gap + ROUNDING:
+                finish = min(finish, now + FINER_SHARE * time_limit_s)
+        search = EpochSearch(problem, run if run.peak_bytes <= problem.budget_bytes else None, gap=gap, deadline=finish)
+        search.run()
+        found = _Bounds(max(bounds.any, search.any_bound), search.bound, bounds.one_rerun)
+        if search.best is not None:
+            return search.best.order, found, None
+        return None, found, (ASCENDING if search.bursts else ANY_SCHEDULE) if search.infeasible else None
+
+    def _no_plan(
+        self, problem: Problem, impossible: str | None, bounds: _Bounds, started: float, time_limit_s: float
+    ) -> Solution:
+        """No plan was found, or it is proven that the class `impossible` has none: say what budget would do."""
         left = max(1.0, started + time_limit_s - time.perf_counter())
         least = minimum_peak(problem, time_limit_s=left) if self.find_least else None
-        return Solution(
-            solver=self.name,
-            status=Status.INFEASIBLE,
-            schedule=None,
-            overhead=0.0,
-            lower_bound=0.0,
-            certificate=ONE_RERUN,
-            any_bound=any_bound,
-            gap=0.0,
-            peak_bytes=0,
+        return unanswered(
+            self.name,
+            Status.TIME_LIMIT if impossible is None else Status.INFEASIBLE,
             solve_s=time.perf_counter() - started,
+            lower_bound=bounds.any,
+            certificate=impossible or ANY_SCHEDULE,
+            any_bound=bounds.any,
             least_bytes=least.bytes if least else None,
             least_node=least.node if least else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Proven lower bounds on the overhead, by the class of schedules that they hold for."""
+
+    any: float = 0.0
+    ascending: float = 0.0
+    one_rerun: float = 0.0
+
+    def gap(self, certificate: str, overhead: float) -> float:
+        bound = {ANY_SCHEDULE: self.any, ASCENDING: self.ascending, ONE_RERUN: self.one_rerun}[certificate]
+        return (overhead - bound) / (1.0 + overhead)
+
+    def judged(self, solver: str, problem: Problem, order: Sequence[int], started: float, gap: float) -> Solution:
+        """`order` with the bound that says most: that of the largest class that closes the gap, else the tightest."""
+        schedule = schedule_from_order(problem.graph, order)
+        overhead = simulate(problem, schedule).overhead
+        classes = (ANY_SCHEDULE, self.any), (ASCENDING, self.ascending), (ONE_RERUN, self.one_rerun)
+        closed = [c for c in classes if overhead - c[1] <= (gap + ROUNDING) * (1.0 + overhead)]
+        certificate, bound = closed[0] if closed else max(classes, key=lambda c: c[1])
+        return judged(
+            solver,
+            problem,
+            schedule,
+            solve_s=time.perf_counter() - started,
+            gap=gap,
+            lower_bound=bound,
+            certificate=certificate,
+            any_bound=self.any,
         )
 
 
@@ -138,19 +222,19 @@ class _Search:
         overhead = self.best.rerun_cost / self.total
         return overhead - self.bound <= part * self.gap * (1.0 + overhead) + 1e-12
 
-    def run(self) -> bool:
-        """Search; True when it is proven that nothing fits."""
+    def run(self) -> str | None:
+        """Search; the class of which it is proven that nothing in it fits, else None."""
         for kept in starts(self.replay.problem.graph):
             self.offer(self.replay.run(kept))
         until = time.perf_counter() + BOUND_SHARE * self.left()
         proof = any_schedule_bound(self.choices, self.budget_bytes, deadline=until, abs_gap=self.gap / 50)
         if proof.infeasible:
-            return True
+            return ANY_SCHEDULE
         self.bound = self.any_bound = proof.bound
         for kept in proof.kept:
             self._try(kept)
         if self.met(POLISHED):
-            return False
+            return None
         program = Program(self.choices, self.budget_bytes)
         for moment in proof.moments:
             program.add_instant(moment, -1)
@@ -159,9 +243,9 @@ class _Search:
             if self.met():
                 break
         if not self.met() and self._rounds(program):
-            return True
+            return ONE_RERUN
         self._polish(program)
-        return False
+        return None
 
     def _try(self, kept: frozenset[int]) -> KeptRun:
         run = self.replay.run(kept)
@@ -227,34 +311,3 @@ class _Search:
             elif not added:
                 program.tighten(run.peak_bytes - self.budget_bytes)
         return False
-
-
-def _answer(
-    solver: str, problem: Problem, run: KeptRun, bound: float, any_bound: float, started: float, gap: float
-) -> Solution:
-    schedule = schedule_from_order(problem.graph, order_from_kept(problem.graph, run.kept))
-    return judged(
-        solver,
-        problem,
-        schedule,
-        solve_s=time.perf_counter() - started,
-        gap=gap,
-        lower_bound=bound,
-        certificate=ANY_SCHEDULE if any_bound >= bound else ONE_RERUN,
-        any_bound=any_bound,
-    )
-
-
-def _no_plan(solver: str, search: _Search, started: float) -> Solution:
-    return Solution(
-        solver=solver,
-        status=Status.TIME_LIMIT,
-        schedule=None,
-        overhead=0.0,
-        lower_bound=search.bound,
-        certificate=ONE_RERUN,
-        any_bound=search.any_bound,
-        gap=1.0,
-        peak_bytes=0,
-        solve_s=time.perf_counter() - started,
-    )

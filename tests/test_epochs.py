@@ -1,0 +1,100 @@
+"""Retention with epochs: any number of reruns, against brute force; orders made to fit."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gcsolve.problem import Problem
+from gcsolve.schedule import schedule_from_order
+from gcsolve.simulate import simulate
+from gcsolve.solvers._epochs import EpochProgram
+from gcsolve.solvers._mend import mended
+from gcsolve.solvers._orders import OrderReplay
+from gcsolve.solvers.base import ANY_SCHEDULE, Status
+from gcsolve.solvers.brute_force import BruteForce
+from gcsolve.solvers.retention import Retention
+from tests.strategies import orders, problems
+from tests.test_methods import check, random_problem
+
+
+def assert_is_brute_force(problem: Problem) -> None:
+    """Never above the optimum of the ascending class, never below that of all schedules; proofs are true."""
+    ascending = BruteForce(ascending=True).solve(problem, gap=0.0)
+    free = BruteForce().solve(problem, gap=0.0)
+    solution = Retention(find_least=False).solve(problem, gap=0.0)
+    check(problem, solution)
+    if solution.schedule is None:
+        assert solution.status is Status.INFEASIBLE
+        assert (free if solution.certificate == ANY_SCHEDULE else ascending).status is Status.INFEASIBLE
+        return
+    assert solution.overhead >= free.overhead - 1e-9
+    assert solution.any_bound <= free.overhead + 1e-6
+    if ascending.status is not Status.INFEASIBLE:
+        assert solution.status is Status.OPTIMAL
+        assert solution.overhead <= ascending.overhead + 1e-9
+
+
+@pytest.mark.parametrize("tens", range(30))
+def test_retention_is_brute_force(tens: int):
+    for seed in range(10 * tens, 10 * tens + 10):
+        assert_is_brute_force(random_problem(seed))
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(max_forward=5, max_backward=4))
+def test_retention_knows_pins_workspace_and_single_runs(problem: Problem):
+    assume(len(problem.graph.values) <= 10)
+    assert_is_brute_force(problem)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_forward=5, max_backward=4), st.data())
+def test_moments_alone_bound_every_schedule(problem: Problem, data: st.DataObject):
+    """The program at any moments, without bursts, is feasible for the best schedule of all, and not above it."""
+    assume(len(problem.graph.values) <= 10)
+    nodes = range(len(problem.graph.nodes))
+    moments = data.draw(st.sets(st.sampled_from(nodes), min_size=1))
+    answer = EpochProgram(problem, moments).solve(time_limit_s=10, abs_gap=1e-9)
+    free = BruteForce().solve(problem, gap=0.0)
+    if free.status is not Status.INFEASIBLE:
+        assert not answer.infeasible
+        assert answer.bound <= free.overhead + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_forward=5, max_backward=5), st.data())
+def test_a_plan_to_begin_with_is_a_solution_of_the_program(problem: Problem, data: st.DataObject):
+    """Every order's own H and R keep every row at a budget of its own peak: the optimum is not above it."""
+    order = data.draw(orders(problem))
+    run = OrderReplay(problem).run(order)
+    problem = problem.with_budget(run.peak_bytes)
+    answer = EpochProgram(problem, range(len(problem.graph.nodes))).solve(time_limit_s=10, abs_gap=1e-9, begin=run)
+    assert answer.order is not None
+    assert answer.bound <= run.rerun_cost / (problem.total_cost or 1.0) + 1e-6
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(max_forward=7, max_backward=6), st.data())
+def test_mending_gives_a_valid_order_that_overflows_no_more(problem: Problem, data: st.DataObject):
+    replay = OrderReplay(problem)
+    begin = replay.run(data.draw(orders(problem)))
+    run = mended(replay, begin, time.perf_counter() + 10)
+    played = simulate(problem, schedule_from_order(problem.graph, run.order))
+    assert played.peak_bytes == run.peak_bytes
+    assert run.overflow(problem.budget_bytes) <= begin.overflow(problem.budget_bytes)
+
+
+def test_more_than_one_rerun_where_it_is_cheaper_or_the_only_way():
+    """A chain of 16 ops in room for 5 values: one rerun a value cannot; the binomial optimum reruns more."""
+    edges = [(i, i + 1) for i in range(16)] + [(31 - i, i) for i in range(0)]
+    edges += [(i, 31 - i) for i in range(16)] + [(i, i + 1) for i in range(16, 31)]
+    chain = Problem.from_arrays([1] * 32, [1] * 32, sorted({(u, v) for u, v in edges if u < v}), 16, budget_bytes=6)
+    assert Retention(epochs=False, find_least=False).solve(chain).schedule is None
+    solution = Retention().solve(chain, gap=0.0)
+    check(chain, solution)
+    assert solution.schedule is not None
+    assert max(solution.schedule.runs(chain.graph)) > 2
