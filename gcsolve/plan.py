@@ -209,6 +209,17 @@ class Plan:
 
         return figures.layers(self, ax)
 
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained page: the timeline with what is alive at every moment and why, search, the decisions."""
+        from gcsolve.report.page import save_html
+
+        save_html(self, path)
+
+    def _repr_html_(self) -> str:
+        from gcsolve.report.page import notebook_html
+
+        return notebook_html(self)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for `gcsolve.load_plan(path, model)`."""
         from gcsolve.saved import save_plan

@@ -7,7 +7,7 @@
 | `layers` | what is kept and what is recomputed, module by module |
 | `frontier` | overhead against peak memory, one curve a solver, the proven bound shaded |
 
-Each takes an optional Axes and returns the one it drew on. Colours are Okabe and Ito's, told apart by any eye.
+Each takes an optional Axes and returns the one it drew on.
 """
 
 from __future__ import annotations
@@ -17,18 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from gcsolve.budget import size_text
 from gcsolve.errors import MissingBackend
+from gcsolve.report.colours import BLACK, BLUE, COLOURS, GREEN, ORANGE, PINK, SKY, YELLOW
 from gcsolve.report.timeline import CATEGORIES, Timeline, common_prefix, module_groups, timeline
 from gcsolve.schedule import schedule_from_order
 
 if TYPE_CHECKING:
     from gcsolve.comparison import Comparison
     from gcsolve.plan import Decision, Plan
-
-BLUE, ORANGE, GREEN, SKY, YELLOW, PINK, BLACK = (
-    "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#F0E442", "#CC79A7", "#000000",
-)  # fmt: skip
-COLOURS = dict(zip(CATEGORIES, ("#8c8c8c", "#5e5e5e", "#c4c4c4", YELLOW, BLUE, ORANGE, SKY, PINK), strict=True))
-"""Of each category of memory."""
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _MARKS = "osD^vP<>pHdX"
