@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gcsolve.comparison import Comparison, ComparisonRow, compare
     from gcsolve.cost.devices import DeviceSpec, devices, register_device
     from gcsolve.cost.flops import register_cost
+    from gcsolve.fitting import Fit, FitRow, fit
     from gcsolve.plan import Decision, Plan
     from gcsolve.saved import load_plan
     from gcsolve.solvers.base import Solution, Solver, Status
@@ -47,6 +48,9 @@ _LAZY = {
     "devices": "gcsolve.cost.devices",
     "register_device": "gcsolve.cost.devices",
     "register_cost": "gcsolve.cost.flops",
+    "fit": "gcsolve.fitting",
+    "Fit": "gcsolve.fitting",
+    "FitRow": "gcsolve.fitting",
     "Decision": "gcsolve.plan",
     "Plan": "gcsolve.plan",
     "VerifyReport": "gcsolve.verify",
@@ -66,6 +70,8 @@ __all__ = [
     "Compute",
     "Decision",
     "DeviceSpec",
+    "Fit",
+    "FitRow",
     "Free",
     "GcsolveError",
     "Graph",
@@ -89,6 +95,7 @@ __all__ = [
     "VerifyReport",
     "compare",
     "devices",
+    "fit",
     "load_plan",
     "minimum_budget",
     "register_cost",

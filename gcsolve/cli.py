@@ -1,4 +1,4 @@
-"""The command line: `gcsolve demo | plan | compare | solvers | devices`, also as `python -m gcsolve`.
+"""The command line: `gcsolve demo | plan | compare | fit | solvers | devices`, also as `python -m gcsolve`.
 
 What gcsolve refuses ends in one line on standard error and exit status 2.
 """
@@ -68,6 +68,16 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--plot", metavar="FILE", help="also draw overhead against memory there (.png, .svg, .pdf)")
     compare.set_defaults(run=_compare)
 
+    fit = commands.add_parser("fit", help="the largest batch whose training step fits a device")
+    fit.add_argument("target", metavar="module:factory", help="a function of batch (and seq) that returns as for plan")
+    fit.add_argument("--batch", default="1..64", help="sizes to search (1..64) or to try (1,2,4); default: 1..64")
+    fit.add_argument("--seq", type=int, help="sequence length, handed to the factory")
+    size = fit.add_mutually_exclusive_group()
+    size.add_argument("--budget-gb", type=float, help="memory to use in GB; default: the device's less a reserve")
+    size.add_argument("--budget", help='memory to use as a size ("20GiB")')
+    _planning(fit, time_limit_s=20.0)
+    fit.set_defaults(run=_fit)
+
     commands.add_parser("solvers", help="the methods that --solver accepts").set_defaults(run=_solvers)
     commands.add_parser("devices", help="the devices that --device accepts").set_defaults(run=_devices)
     return parser
@@ -79,13 +89,21 @@ def _target(parser: argparse.ArgumentParser) -> None:
         metavar="module:factory",
         help="a function without arguments that returns (model, example_input) or (model, example_input, loss)",
     )
+    parser.add_argument("--scope", default="step", help="step (default), or activations: forward and backward only")
+    _planning(parser, time_limit_s=60.0)
+
+
+def _planning(parser: argparse.ArgumentParser, time_limit_s: float) -> None:
     parser.add_argument("--device", help="where it will run; see `gcsolve devices` (default: where the model is)")
     parser.add_argument("--cost", default="auto", help="flops, roofline or measured (default: roofline)")
     parser.add_argument("--optimizer", help="a class in torch.optim (AdamW), or bytes per parameter; its state counts")
     parser.add_argument("--accumulate", action="store_true", help="count gradients of earlier steps, kept in .grad")
-    parser.add_argument("--scope", default="step", help="step (default), or activations: forward and backward only")
     parser.add_argument(
-        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the solver (default: 60)"
+        "--time-limit",
+        type=float,
+        default=time_limit_s,
+        metavar="SECONDS",
+        help=f"for the solver (default: {time_limit_s:g})",
     )
 
 
@@ -131,6 +149,20 @@ def _compare(arguments: argparse.Namespace) -> None:
         found.to_json(arguments.json)
     if arguments.plot:
         found.plot().figure.savefig(arguments.plot, dpi=150)
+
+
+def _fit(arguments: argparse.Namespace) -> None:
+    import gcsolve
+
+    found = gcsolve.fit(
+        _factory(arguments.target),
+        _batches(arguments.batch),
+        seq=arguments.seq,
+        budget_gb=arguments.budget_gb,
+        budget=arguments.budget,
+        **_planned_for(arguments),
+    )
+    print(found.summary())
 
 
 def _solvers(_: argparse.Namespace) -> None:
@@ -190,12 +222,24 @@ def _budget(text: str) -> str | float:
         return text
 
 
+def _batches(text: str) -> Sequence[int]:
+    """ "1..64" -> a range, "1,2,4" -> those."""
+    first, dots, last = text.partition("..")
+    try:
+        return range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ArgumentError(f"--batch {text} is neither of the form 1..64 nor of the form 1,2,4") from error
+
+
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {**_planned_for(arguments), "scope": arguments.scope}
+
+
+def _planned_for(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": arguments.device,
         "cost": arguments.cost,
         "optimizer": _optimizer(arguments.optimizer),
-        "scope": arguments.scope,
         "accumulate": arguments.accumulate,
         "time_limit_s": arguments.time_limit,
     }
@@ -210,14 +254,14 @@ def _optimizer(text: str | None) -> Any:
         return float(text)
     except ValueError:
         pass
-    found = getattr(torch.optim, text, None)
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
-        return found
-    known = sorted(
-        name
-        for name, kind in vars(torch.optim).items()
+    known = {
+        name: kind
+        for name, kind in sorted(vars(torch.optim).items())
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
-    )
+    }
+    for name, kind in known.items():
+        if name.lower() == text.lower():
+            return kind
     raise ArgumentError(f"--optimizer {text} is neither a number of bytes nor one of {', '.join(known)}")
 
 

@@ -172,13 +172,13 @@ def _convolution(node: fx.Node, device: DeviceSpec) -> int:
 
 
 def _matmul(_node: fx.Node, device: DeviceSpec) -> int:
-    if device.kind == "cpu":
+    if device.kind != "cuda":
         return 0
     return 32 * _MIB if device.name in ("h100-pcie", "h100-sxm", "h200", "b200") else 8320 << 10
 
 
 def _attention_backward(node: fx.Node, device: DeviceSpec) -> int:
-    if device.kind == "cpu":
+    if device.kind != "cuda":
         return 0
     args, _ = fake_arguments(node)
     query, key, value = args[1], args[2], args[3]

@@ -23,7 +23,12 @@ CATEGORIES = (
 )
 """What memory is shown by, bottom to top."""
 
-_EXTERNAL = {"parameters": 0, "optimizer": 1}  # every other external kind: inputs and buffers
+_EXTERNAL = {
+    "parameters": 0,
+    "optimizer": 1,
+    "master weights": 1,
+    "accumulated gradients": 3,
+}  # every other external kind: inputs and buffers
 _INPUTS, _GRADIENTS, _KEPT, _RECOMPUTED, _TEMPORARY, _WORKSPACE = range(2, 8)
 
 
