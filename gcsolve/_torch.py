@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,14 +33,15 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "OutputType",
+    "ShapeEnv",
     "TracingContext",
     "aot_descriptors",
+    "as_eager_kernels",
     "as_in_eager",
     "aot_export_joint_with_descriptors",
     "below_autograd",
     "boxed_graph_module",
     "disable_autocast",
-    "fake_mode",
     "functorch_config",
     "no_modes",
     "profiler_running",
@@ -64,11 +66,6 @@ def view_like(op: OpOverload) -> bool:
 # --- tracing and emitting -------------------------------------------------------------------------------------------
 
 
-def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors have shapes and no memory, as `torch.export` makes it for static shapes."""
-    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
-
-
 @contextlib.contextmanager
 def as_in_eager() -> Iterator[None]:
     """Models ask torch whether they are being compiled or exported and then take another way (Hugging Face's attention
@@ -79,6 +76,29 @@ def as_in_eager() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+_REWRITTEN = re.compile(r"_?upsample_.*|matmul|multi_margin_loss|multilabel_margin_loss_forward")
+_rewriting = threading.RLock()
+
+
+@contextlib.contextmanager
+def as_eager_kernels() -> Iterator[None]:
+    """While it traces, torch writes some ops in terms of others (interpolation as index arithmetic, above all), which round
+    otherwise and take more memory than the kernel that eager runs; in this block it does not."""
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if _REWRITTEN.fullmatch(name)]
+    ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    with _rewriting:  # the tables are one for all threads
+        taken = [(op, key, op.py_kernels.pop(key)) for op in ops for key in keys if key in op.py_kernels]
+        for op, _, _ in taken:
+            op._dispatch_cache.clear()
+        try:
+            yield
+        finally:
+            for op, key, kernel in taken:
+                op.py_kernels[key] = kernel
+                op._dispatch_cache.clear()
 
 
 def storage_key(t: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from gcsolve._torch import (
     TracingContext,
     aot_descriptors,
     aot_export_joint_with_descriptors,
+    as_eager_kernels,
     functorch_config,
     tracing,
 )
@@ -125,6 +126,7 @@ def capture_joint(
     with contextlib.ExitStack() as around:
         around.enter_context(tracing(TracingContext(mode)))
         around.enter_context(functorch_config.patch(functionalize_rng_ops=False))
+        around.enter_context(as_eager_kernels())
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
         functions = around.enter_context(KeptFunctions())

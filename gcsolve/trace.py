@@ -21,8 +21,9 @@ import numpy
 import torch
 from torch import nn
 
-from gcsolve._torch import as_in_eager, fake_mode
+from gcsolve._torch import as_in_eager
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
+from gcsolve.fakes import TrueFakes, forget_fakes
 from gcsolve.functions import ByHand
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
 from gcsolve.kernels import TargetKernels
@@ -138,7 +139,7 @@ def trace(
     _refuse_untraceable(model)
     _refuse_hooks(model)
     tensors, template = flatten((args, kwargs), "example_input")
-    mode = fake_mode()
+    mode = TrueFakes(run=all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *tensors)))
     fakes = [fake_tensor(mode, t) for t in tensors]
     flat = _Flat(_copied(mode, model), template, loss, all_outputs, kernels)
     with _HostRandomnessRefused(), _torch_quiet():
@@ -148,6 +149,8 @@ def trace(
             raise
         except Exception as error:
             raise _worded(error, model, _call_text(model, tensors, template)) from error
+        finally:
+            forget_fakes()
     out_template, takes, differentiable = flat.record.last
     if not any(takes):
         raise TraceError(

@@ -1,0 +1,183 @@
+"""Fake tensors that lie in memory as the real ones will.
+
+torch computes an op's fake result from rules that are not the kernel's own code, and a few of them are wrong: the strides of
+a normalization or of a loss's gradient over operands that do not lie densely in order, or a dtype that the kernel takes
+and the rule refuses. What is traced after a wrong stride is not what eager runs (a copy more or less, another kernel). So
+where rules are known to fail, the op is run once on this machine, small operands provided, and the kernel has the word.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from gcsolve._torch import FakeTensor, FakeTensorMode, OpOverload, ShapeEnv, pytree, view_like
+from gcsolve.cost.alone import fits, may_run, run_alone, well_conditioned, zeros
+from gcsolve.cost.base import Roofline
+from gcsolve.cost.devices import DeviceSpec, get_device
+from gcsolve.cost.flops import op_info, signature
+
+MAX_SECONDS = 0.5  # an op estimated slower than this is not run
+
+aten = torch.ops.aten
+
+# Their rules hold for any strides; most ops over transposed operands are these.
+_TRUSTED = frozenset(
+    {
+        *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.clone, aten._to_copy, aten.copy, aten.cat, aten.index),
+        *(aten.sum, aten.mean, aten.amax, aten.amin, aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like),
+        *(aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data),
+        *(
+            aten.embedding,
+            aten.slice_backward,
+            aten.select_backward,
+            aten.new_zeros,
+            aten.new_empty,
+            aten.constant_pad_nd,
+        ),
+    }
+)
+
+
+class TrueFakes(FakeTensorMode):
+    """The mode for a trace with static shapes.
+
+    Args:
+        run: ops may be run here where rules may fail; else torch's rules are taken as they are.
+    """
+
+    def __init__(self, run: bool) -> None:
+        super().__init__(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+        self.run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            if not self.run or type(error) is not RuntimeError or not isinstance(func, OpOverload):
+                raise
+            like = _kernels_result(func, args, kwargs, None)
+            if like is None:
+                raise
+            return self._fake(like)
+        if self.run and isinstance(func, OpOverload) and _doubtful(func, args, kwargs):
+            like = _kernels_result(func, args, kwargs, result)
+            if like is not None and not _lies_alike(like, result):
+                return self._fake(like)
+        return result
+
+    def _fake(self, like: Any) -> Any:
+        with self, torch.no_grad():
+            return pytree.tree_map_only(
+                _Like, lambda t: torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=t.device), like
+            )
+
+
+class _Like:
+    """A tensor's place in memory, without the memory."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.shape, self.stride, self.dtype, self.device = tuple(t.shape), t.stride(), t.dtype, t.device
+
+
+_results: dict[str, Any] = {}
+
+
+def _doubtful(func: OpOverload, args: Any, kwargs: Any) -> bool:
+    if func.namespace == "prim" or func.overloadpacket in _TRUSTED or func._schema.is_mutable or view_like(func):
+        return False
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return any(t.dim() > 1 and not t.is_contiguous() for t in tensors)
+
+
+def _kernels_result(func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
+    """What the kernel makes of such arguments, as `_Like`s; None when it cannot be run here."""
+    node = _as_node(func, args, kwargs, result)
+    try:
+        key = signature(node)
+        if key not in _results:
+            _results[key] = _run(node, _device(args, kwargs))
+        return _results[key]
+    finally:
+        for made in node.graph.nodes:
+            made.meta.clear()  # a graph is a cycle, and tracing goes wrong where these tensors outlive their use
+
+
+def _run(node: fx.Node, device: DeviceSpec | None) -> Any:
+    assert isinstance(node.target, OpOverload)
+    if device is None or node.target._schema.is_mutable or not may_run(node) or not fits(node, device):
+        return None
+    if Roofline(device).cost(op_info(node)) > MAX_SECONDS:
+        return None
+    return run_alone(
+        node, device, (zeros, well_conditioned), lambda run: pytree.tree_map_only(torch.Tensor, _Like, run())
+    )
+
+
+def _device(args: Any, kwargs: Any) -> DeviceSpec | None:
+    kinds = {t.device.type for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim()}
+    return get_device(kinds.pop()) if len(kinds) == 1 else None
+
+
+def _as_node(func: OpOverload, args: Any, kwargs: Any, result: Any) -> fx.Node:
+    """The call as a node of a graph, which is what the functions that run one op take."""
+    graph = fx.Graph()
+    made: dict[int, fx.Node] = {}
+
+    def placeholder(t: torch.Tensor) -> fx.Node:
+        if id(t) not in made:
+            made[id(t)] = graph.placeholder(f"t{len(made)}")
+            made[id(t)].meta["val"] = t
+        return made[id(t)]
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, placeholder, (args, kwargs))
+    node = graph.call_function(func, tuple(args), kwargs)
+    node.meta["val"] = result
+    return node
+
+
+def _lies_alike(like: Any, result: Any) -> bool:
+    expected, found = pytree.tree_leaves(like), pytree.tree_leaves(result)
+    return len(expected) == len(found) and all(
+        _same_strides(a.shape, a.stride, b) for a, b in zip(expected, found, strict=True) if isinstance(a, _Like)
+    )
+
+
+def _same_strides(shape: Sequence[int], stride: Sequence[int], t: torch.Tensor) -> bool:
+    """Or no matter: other sizes are not ours to correct, a dimension of one has no stride."""
+    if tuple(t.shape) != tuple(shape):
+        return True
+    return all(a == b or n == 1 for n, a, b in zip(shape, stride, t.stride(), strict=True)) or not t.numel()
+
+
+# --- nothing stays behind --------------------------------------------------------------------------------------------
+
+_CACHES: Any = type(functools.lru_cache(lambda: None))
+_HELD_BY = (dict, tuple, list)
+
+
+def forget_fakes() -> None:
+    """Empty every `functools` cache that a trace has left a fake tensor in (position tables are often cached so): the
+    untouched model would be handed it."""
+    for found in gc.get_objects():
+        if type(found) is _CACHES and found.cache_info().currsize and _holds_fake(found):
+            found.cache_clear()
+
+
+def _holds_fake(cache: Any) -> bool:
+    """Whether one of its results is, or is a container of, a fake tensor. (A bounded cache keeps them in links.)"""
+    stack, seen = [cache], set[int]()
+    while stack:
+        for held in gc.get_referents(stack.pop()):
+            if isinstance(held, FakeTensor):
+                return True
+            if id(held) not in seen and (isinstance(held, _HELD_BY) or type(held).__name__ == "_lru_list_elem"):
+                seen.add(id(held))
+                stack.append(held)
+    return False

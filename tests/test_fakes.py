@@ -1,0 +1,84 @@
+"""fakes: what is traced lies in memory, and takes the kernels, as what eager runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gcsolve
+from gcsolve.errors import TraceError
+
+# Ops for which torch's tracing has other kernels or other strides than eager; each gets a convolution's 2x4x24x24 output.
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+    "bicubic": lambda x: F.interpolate(x, size=(13, 15), mode="bicubic"),
+    "linear": lambda x: F.interpolate(x.flatten(2), size=77, mode="linear"),
+    "trilinear": lambda x: F.interpolate(x[:, :, None], size=(3, 5, 6), mode="trilinear"),
+    "matmul": lambda x: x.transpose(1, 3) @ torch.ones(4),
+    "multi_margin_loss": lambda x: x * F.multi_margin_loss(x.flatten(2).mean(2), torch.tensor([1, 2])),
+    "batch_norm of a transposed": lambda x: F.batch_norm(x.flatten(2).mT.contiguous().mT, None, None, training=True),
+    "group_norm of channels last": lambda x: F.group_norm(x.to(memory_format=torch.channels_last), 2),
+    "mse_loss of transposed": lambda x: F.mse_loss(x.transpose(1, 2), 0.5 * x.transpose(1, 2), reduction="none"),
+    "huber_loss of a transposed": lambda x: F.huber_loss(x.transpose(1, 2), torch.ones(2, 24, 4, 24), reduction="none"),
+    "dropout of a transposed": lambda x: F.dropout(x.transpose(1, 3), 0.3),
+    "rand_like of a transposed": lambda x: x + torch.rand_like(x.transpose(1, 3)).transpose(1, 3),
+    "grouped_mm in float32": lambda x: torch.nn.functional.grouped_mm(
+        x.reshape(-1, 16), torch.ones(2, 16, 16), offs=torch.tensor([100, 288], dtype=torch.int32)
+    ),
+}
+
+
+class OneOp(nn.Module):
+    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.op = nn.Conv2d(3, 4, 3, padding=1), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.conv(x)).tanh()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_traced_as_eager_runs_it(name: str) -> None:
+    torch.manual_seed(0)
+    plan = gcsolve.solve(
+        OneOp(OPS[name]), torch.randn(2, 3, 24, 24), budget=1.0, solver="store_all", scope="activations"
+    )
+    report = plan.verify(steps=2, repeats=0)
+    assert report.differences == ()
+    assert report.within_budget
+    assert abs(report.prediction_error) <= 0.02
+    assert plan.baseline_peak_bytes <= 1.05 * report.eager_peak_bytes
+
+
+def test_an_op_that_neither_rule_nor_kernel_takes_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"test_fakes.py:\d+: RuntimeError"):
+        gcsolve.solve(OneOp(lambda x: F.conv2d(x, torch.ones(4, 7, 3, 3))), torch.randn(2, 3, 24, 24), budget=1.0)
+
+
+@functools.lru_cache(maxsize=3)
+def _positions(size: int) -> tuple[Tensor, list[Tensor]]:
+    return torch.arange(float(size)), [torch.ones(size)]
+
+
+def test_no_fake_tensor_stays_in_a_cache() -> None:
+    class Positioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions, (ones,) = _positions(8)
+            return self.linear(x + positions * ones).tanh()
+
+    torch.manual_seed(0)
+    model, x = Positioned(), torch.randn(4, 8)
+    plan = gcsolve.solve(model, x, budget=1.0)  # before the cache is filled, so that the trace would fill it
+    assert torch.equal(model(x), plan.module(x))
+    again = gcsolve.solve(model, x, budget=1.0)  # and from a filled one
+    assert torch.equal(model(x), again.module(x))
