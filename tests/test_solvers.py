@@ -182,20 +182,23 @@ def test_importing_the_registry_loads_no_back_end():
     assert done.stdout == "[]\n"
 
 
-def test_plans_do_not_depend_on_the_hash_seed():
-    code = (
-        "from tests.graphs import layered; from gcsolve.solvers.front import solve_problem; "
-        "print(solve_problem(layered(5, 2000)).schedule.order())"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
-    assert outputs.pop().startswith("(0, 1, 2")
+PLAN = """
+from gcsolve.solvers.front import solve_problem
+from tests.graphs import layered
+from tests.test_methods import random_problem
+problems = [layered(6, 2350), *(random_problem(seed) for seed in range(20))]
+orders = [s.schedule and s.schedule.order() for s in map(solve_problem, problems)]
+print(*orders)
+"""
+
+
+def test_the_same_plan_under_every_hash_seed():
+    def started(seed: int) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen([sys.executable, "-c", PLAN], stdout=subprocess.PIPE, text=True, env=environment)
+
+    plans = []
+    for first in range(0, 8, 2):
+        plans += [process.communicate()[0] for process in [started(first), started(first + 1)]]
+    assert len(set(plans)) == 1
+    assert plans[0].startswith("(0, 1, 2")

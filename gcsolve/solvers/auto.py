@@ -20,10 +20,6 @@ from gcsolve.solvers.uniform import Uniform, UniformSqrt
 CHEAP: tuple[Solver, ...] = (StoreAll(), Uniform(), UniformSqrt(), Blocks(), Chen(), Greedy())
 
 
-FINER_S = 5.0
-"""Seconds at most for `rotor`, and for `checkmate` on small graphs, where the bound for any schedule leaves room."""
-
-
 @dataclass(frozen=True)
 class Auto:
     name: ClassVar[str] = "auto"
