@@ -31,7 +31,7 @@ from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solvers.base import Solution, Solver, Status
 from gcsolve.solvers.front import solve_problem
-from gcsolve.solvers.minimum import minimum_peak, peak_floor
+from gcsolve.solvers.minimum import minimum_any_budget, minimum_peak, peak_floor
 from gcsolve.solvers.registry import get_solver
 from gcsolve.structure import flatten
 from gcsolve.trace import Trace, parse_example, trace
@@ -329,14 +329,11 @@ class Session:
 
     def minimum(self, time_limit_s: float = 60.0) -> MinimumBudget:
         problem = self.made.costed.problem
-        found = minimum_peak(problem, time_limit_s)
+        found = minimum_peak(problem, 0.6 * time_limit_s)
         node = problem.graph.nodes[found.node]
-        floor, _ = peak_floor(problem)
-        lowest = solve_problem(problem.with_budget(floor), "greedy", time_limit_s=time_limit_s).peak_bytes
+        lowest, floor = minimum_any_budget(problem, found.bytes, 0.4 * time_limit_s)
         op = f"{node.name} ({node.op})"
-        return MinimumBudget(
-            found.bytes, found.lower_bytes, min(found.bytes, lowest), floor, op, node.module, node.source
-        )
+        return MinimumBudget(found.bytes, found.lower_bytes, lowest, floor, op, node.module, node.source)
 
     def verify(self, plan: Plan, **options: Any) -> VerifyReport:
         return verify(plan, self.model, self.args, self.kwargs, self.settings.loss, self.settings.optimizer, **options)
@@ -347,8 +344,8 @@ class MinimumBudget:
     """How low a budget can go, in bytes.
 
     `bytes`: least peak of a plan that reruns each value at most once; none of them is below `lower_bytes` (proven).
-    `any_bytes`: least peak found with any number of reruns (`solve` reaches it too, at more overhead); no schedule at all
-    is below `floor_bytes` (proven). `op`, `module`, `source`: what sets `bytes`.
+    `any_bytes`: least budget found to be enough with any number of reruns (for `solve` too, at more overhead); no schedule
+    at all is below `floor_bytes` (proven). `op`, `module`, `source`: what sets `bytes`.
     """
 
     bytes: int

@@ -16,6 +16,7 @@ from gcsolve.solvers._mend import mended
 from gcsolve.solvers._orders import OrderReplay
 from gcsolve.solvers.base import ANY_SCHEDULE, Status
 from gcsolve.solvers.brute_force import BruteForce
+from gcsolve.solvers.minimum import minimum_any_budget
 from gcsolve.solvers.retention import Retention
 from tests.strategies import orders, problems
 from tests.test_methods import check, random_problem
@@ -77,6 +78,18 @@ def test_a_plan_to_begin_with_is_a_solution_of_the_program(problem: Problem, dat
     assert answer.bound <= run.rerun_cost / (problem.total_cost or 1.0) + 1e-6
 
 
+@settings(max_examples=40, deadline=None)
+@given(problems(max_forward=4, max_backward=4))
+def test_the_least_budget_of_any_schedule_is_between_its_bounds(problem: Problem):
+    assume(len(problem.graph.values) <= 10)
+    least = BruteForce().solve(problem.with_budget(0), gap=0.0).least_bytes or 0
+    stored = OrderReplay(problem).run(range(len(problem.graph.nodes))).peak_bytes
+    found, lower = minimum_any_budget(problem, stored)
+    assert lower <= least <= found
+    assert Retention().solve(problem.with_budget(found)).peak_bytes <= found
+    assert found - least <= 1  # the tolerance
+
+
 @settings(max_examples=80, deadline=None)
 @given(problems(max_forward=7, max_backward=6), st.data())
 def test_mending_gives_a_valid_order_that_overflows_no_more(problem: Problem, data: st.DataObject):
@@ -88,13 +101,14 @@ def test_mending_gives_a_valid_order_that_overflows_no_more(problem: Problem, da
     assert run.overflow(problem.budget_bytes) <= begin.overflow(problem.budget_bytes)
 
 
-def test_more_than_one_rerun_where_it_is_cheaper_or_the_only_way():
-    """A chain of 16 ops in room for 5 values: one rerun a value cannot; the binomial optimum reruns more."""
-    edges = [(i, i + 1) for i in range(16)] + [(31 - i, i) for i in range(0)]
-    edges += [(i, 31 - i) for i in range(16)] + [(i, i + 1) for i in range(16, 31)]
-    chain = Problem.from_arrays([1] * 32, [1] * 32, sorted({(u, v) for u, v in edges if u < v}), 16, budget_bytes=6)
+def test_more_than_one_rerun_where_it_is_the_only_way():
+    """A chain of 10 ops in room for 4 values: with one rerun a value it does not fit."""
+    forward = [(i, i + 1) for i in range(9)]
+    backward = [(i, i + 1) for i in range(9, 19)] + [(i, 19 - i) for i in range(9)]
+    chain = Problem.from_arrays([1] * 20, [1] * 20, forward + backward, 10, budget_bytes=4)
     assert Retention(epochs=False, find_least=False).solve(chain).schedule is None
     solution = Retention().solve(chain, gap=0.0)
     check(chain, solution)
+    assert solution.status is Status.OPTIMAL
     assert solution.schedule is not None
     assert max(solution.schedule.runs(chain.graph)) > 2

@@ -27,14 +27,20 @@ TINY_SHARE = 1e-3
 
 
 class EpochSearch:
-    """`best`: the incumbent; `any_bound`, `bound`: in overhead, for any schedule and for `ASCENDING` ones."""
+    """`best`: the incumbent; `any_bound`, `bound`: in overhead, for any schedule and for `ASCENDING` ones.
 
-    def __init__(self, problem: Problem, best: OrderRun | None, *, gap: float, deadline: float) -> None:
+    `first_plan`: stop at the first plan that fits.
+    """
+
+    def __init__(
+        self, problem: Problem, best: OrderRun | None, *, gap: float, deadline: float, first_plan: bool = False
+    ) -> None:
         self.problem = problem
         self.replay = OrderReplay(problem)
         self.best = best
         self.gap = max(gap, 1e-9)
         self.deadline = deadline
+        self.first_plan = first_plan
         self.total = problem.total_cost or 1.0
         self.any_bound = self.bound = 0.0
         self.infeasible = False
@@ -48,8 +54,8 @@ class EpochSearch:
         return self.deadline - time.perf_counter()
 
     def met(self) -> bool:
-        if self.best is None:
-            return False
+        if self.best is None or self.first_plan:
+            return self.best is not None
         overhead = self.best.rerun_cost / self.total
         return overhead - max(self.any_bound, self.bound) <= self.gap * (1.0 + overhead) + 1e-12
 

@@ -3,7 +3,8 @@
 Bisection over the budget. A probe asks the MILP of `retention.py` for any plan at that budget (the cost objective
 with a loose gap: it leads to plans much faster than minimising the peak itself), replays it, repairs it, adds the rows
 that overflow, and asks again. A plan lowers the upper end; a proof of infeasibility raises the lower one; a probe that
-runs out of its time share does neither. `peak_floor` is the instant bound: no schedule at all runs a node in less than
+runs out of its time share does neither. `minimum_any_budget` does the same with `_epoch_search.py`, for any number of
+reruns. `peak_floor` is the instant bound: no schedule at all runs a node in less than
 what it reads, makes and works in, plus what always lives.
 """
 
@@ -18,15 +19,18 @@ import numpy as np
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule, order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
+from gcsolve.solvers._epoch_search import EpochSearch
 from gcsolve.solvers._kept import KeptReplay, KeptRun
 from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import repair, starts
 from gcsolve.solvers.blocks import twins
+from gcsolve.solvers.greedy import greedy_order
 
 REL_TOLERANCE = 2e-3
 """Stop when the least peak is known to this share of the bytes above the external ones."""
 LOOSE_GAP = 0.01
 TIED_SHARE = 0.3
+PROBE_GAP = 0.005
 PROBE_SHARE = 0.25
 """A probe may take this share of the time that is left."""
 
@@ -79,6 +83,35 @@ def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
     peak = simulate(problem, schedule).peak_bytes
     node = int(best.order[int(best.bytes_at.argmax())]) if len(best.order) else 0
     return MinimumPeak(peak, min(lower, peak), node, schedule, time.perf_counter() - started)
+
+
+def minimum_any_budget(problem: Problem, known_bytes: int, time_limit_s: float = 15.0) -> tuple[int, int]:
+    """(budget at which a plan with any number of reruns was found, bytes that every schedule needs), by bisection.
+
+    `known_bytes`: a budget that is known to be enough. Between the two, nothing was found or proven in time.
+    """
+    deadline = time.perf_counter() + time_limit_s
+    lower, _ = peak_floor(problem)
+    best, missed = known_bytes, lower - 1
+    tolerance = max(1, int(REL_TOLERANCE * (known_bytes - problem.graph.external_bytes)))
+    while best > missed + tolerance and (left := deadline - time.perf_counter()) > 0:
+        # the floor itself is often enough, and often nearly so
+        aim = lower if missed < lower else (missed + best) // 2
+        run = greedy_order(problem.with_budget(aim), deadline=time.perf_counter() + PROBE_SHARE * left)
+        if run.peak_bytes <= aim:
+            best = aim
+            continue
+        best = min(best, run.peak_bytes)
+        until = time.perf_counter() + PROBE_SHARE * left
+        search = EpochSearch(problem.with_budget(aim), None, gap=PROBE_GAP, deadline=until, first_plan=True)
+        search.run()
+        if search.best is not None:
+            best = min(best, aim)
+        else:
+            missed = aim
+            if search.infeasible and not search.bursts:
+                lower = aim + 1
+    return best, min(lower, best)
 
 
 def _bisect(program: Program, best: KeptRun, lower: int, tolerance: int, deadline: float) -> tuple[KeptRun, int]:
