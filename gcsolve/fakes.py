@@ -113,7 +113,8 @@ def _run(node: fx.Node, device: DeviceSpec | None) -> Any:
     assert isinstance(node.target, OpOverload)
     if device is None or node.target._schema.is_mutable or not may_run(node) or not fits(node, device):
         return None
-    if Roofline(device).cost(op_info(node)) > MAX_SECONDS:
+    known = node.meta["val"] is not None  # else no rule has said what comes out, so nor can a cost be told
+    if known and Roofline(device).cost(op_info(node)) > MAX_SECONDS:
         return None
     return run_alone(
         node, device, (zeros, well_conditioned), lambda run: pytree.tree_map_only(torch.Tensor, _Like, run())
