@@ -95,7 +95,7 @@ class _Half:
         """The op of `node` on live copies; `helper` = (function, leading arguments) calls it through a function."""
         args = fx.map_arg(node.args, self.get)
         kwargs = fx.map_arg(node.kwargs, self.get)
-        target: Any = node.target
+        target: Any = torch.ops.aten.add_.Tensor if node in self.lowered.in_place else node.target
         if helper:
             target, args = helper[0], (*helper[1:], target, *args)  # type: ignore[misc]
         made = self.graph.create_node("call_function", target, args, kwargs, name=node.name)  # type: ignore[arg-type]
@@ -125,6 +125,9 @@ class _Half:
             else:
                 self.copy_of[base] = made
         self.live.update(item.outputs)
+        if node in self.lowered.in_place:
+            self.copy_of[node] = made
+            self.views_of.setdefault(self.lowered.value_of[node], []).append(node)
 
     def save_state(self, index: int) -> None:
         """Write the capture of the generator state that a rerun of a random op will replay."""

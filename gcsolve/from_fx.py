@@ -46,8 +46,8 @@ class Lowered:
 
     `origin[i]`: the fx node that graph node i stands for (None for `forward_end`, `tangents`, `step_end`; the random op
     for `rng_state`). `value_of`: fx node -> the value whose storage it is or views. `external`: fx nodes that are, or
-    view, what always lives. `rng_of`: graph node of a random op -> graph node of its `rng_state`. `forward_end`: index
-    of that node.
+    view, what always lives. `in_place`: gradient sums that are written into their first operand. `rng_of`: graph node of
+    a random op -> graph node of its `rng_state`. `forward_end`: index of that node.
     """
 
     graph: Graph
@@ -55,6 +55,7 @@ class Lowered:
     value_of: dict[fx.Node, int]
     external: frozenset[fx.Node]
     views: frozenset[fx.Node]
+    in_place: frozenset[fx.Node]
     rng_of: dict[int, int]
     forward_end: int
 
@@ -150,6 +151,8 @@ class _Lowering:
         self.external_storages: set[int] = set()
         self.views: set[fx.Node] = set()
         self.rng_of: dict[int, int] = {}
+        self.sums: dict[int, int] = {}  # storage of a gradient sum -> the storage it is written into
+        self.in_place: set[fx.Node] = set()
 
     def run(self, external: Sequence[tuple[str, int]]) -> Lowered:
         graph = self.joint.graph_module.graph
@@ -158,13 +161,14 @@ class _Lowering:
         constants = [n for n in graph.nodes if n.op == "get_attr"]
         for node in (*primals, *constants):
             self._add_external(node)
-        mutated = {storage_key(primals[at].meta["val"]) for _, at in self.joint.mutations}
+        mutated = {self._key(primals[at].meta["val"]) for _, at in self.joint.mutations}
         outputs: Any = graph.output_node().args[0]
         forward_out = [n for n in outputs[: self.joint.n_forward_outputs] if isinstance(n, fx.Node)]
-        returned = {storage_key(t) for n in forward_out for t in tensors_of(n)}
-        gradients = [outputs[at] for at, _ in self.joint.gradients if isinstance(outputs[at], fx.Node)]
-        graded = {storage_key(t) for n in gradients for t in tensors_of(n)}
+        returned = {self._key(t) for n in forward_out for t in tensors_of(n)}
         backward = backward_nodes(self.joint)
+        self._sum_in_place(backward)
+        gradients = [outputs[at] for at, _ in self.joint.gradients if isinstance(outputs[at], fx.Node)]
+        graded = {self._key(t) for n in gradients for t in tensors_of(n)}
         calls = [n for n in graph.nodes if n.op == "call_function"]
 
         for node in calls:
@@ -187,13 +191,49 @@ class _Lowering:
             self.value_of,
             frozenset(self.external),
             frozenset(self.views),
+            frozenset(self.in_place),
             self.rng_of,
             forward_end,
         )
 
+    def _key(self, t: torch.Tensor) -> int:
+        """The storage that `t` lives in."""
+        key = storage_key(t)
+        while key in self.sums:
+            key = self.sums[key]
+        return key
+
+    def _sum_in_place(self, backward: set[fx.Node]) -> None:
+        """Find the sums of a value's gradients that autograd's engine writes into the first of them: a storage that the
+        backward made, that nothing reads any more and that the first operand fills."""
+        graph = self.joint.graph_module.graph
+        order = {node: at for at, node in enumerate(graph.nodes)}
+        inside: dict[int, list[fx.Node]] = {}
+        outside: set[int] = set()
+        for node in graph.nodes:
+            for t in tensors_of(node):
+                if node in backward and node.op == "call_function":
+                    inside.setdefault(storage_key(t), []).append(node)
+                else:
+                    outside.add(storage_key(t))
+        for node in graph.nodes:
+            if node not in backward or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+                continue
+            first, second = node.args[:2]
+            if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+                continue
+            into, made = first.meta["val"], node.meta["val"]
+            key = self._key(into)
+            if key in outside or key == self._key(second.meta["val"]) or not _fills(into, made):
+                continue
+            if all(order[user] <= order[node] for held in inside[key] for user in held.users):
+                self.sums[storage_key(made)] = key
+                inside[key] += inside[storage_key(made)]
+                self.in_place.add(node)
+
     def _add_external(self, node: fx.Node) -> None:
         self.external.add(node)
-        self.external_storages.update(storage_key(t) for t in tensors_of(node))
+        self.external_storages.update(self._key(t) for t in tensors_of(node))
 
     def _reads(self, args: Iterable[fx.Node]) -> tuple[int, ...]:
         return tuple(sorted({self.value_of[arg] for arg in args if arg in self.value_of}))
@@ -212,14 +252,21 @@ class _Lowering:
             if source in self.views or source in self.external:
                 self._add_view(node, source)
             else:
-                self.value_of[node] = self.by_storage[storage_key(tensors_of(node)[0])]
+                self.value_of[node] = self.by_storage[self._key(tensors_of(node)[0])]
             return
         args = node.all_input_nodes
         made = tensors_of(node)
+        if node in self.in_place:
+            self.value_of[node] = self.by_storage[self._key(made[0])]
+            item = Node(
+                node.name, self._reads(args), (), 0, False, "aten.add_.Tensor", module_path(node), source_line(node)
+            )
+            self._append(item, node)
+            return
         new = [t for t in made if not self._known(t)]
         if made and not new:
             self._add_view(
-                node, next(a for a in args if any(storage_key(t) == storage_key(made[0]) for t in tensors_of(a)))
+                node, next(a for a in args if any(self._key(t) == self._key(made[0]) for t in tensors_of(a)))
             )
             return
         if len(new) != len(made):
@@ -231,11 +278,11 @@ class _Lowering:
         if random and rerunnable:
             state = self._add_rng_state(node)
             reads = tuple(sorted((*reads, state)))
-        reads_mutated = any(storage_key(t) in mutated for a in what_decides(node) for t in tensors_of(a))
+        reads_mutated = any(self._key(t) in mutated for a in what_decides(node) for t in tensors_of(a))
         at = len(self.nodes)
         outputs: list[int] = []
         for t in made:
-            key = storage_key(t)
+            key = self._key(t)
             if key in self.by_storage and self.by_storage[key] in outputs:
                 continue
             held = key in pinned
@@ -268,7 +315,7 @@ class _Lowering:
         )
 
     def _known(self, t: torch.Tensor) -> bool:
-        return storage_key(t) in self.by_storage or storage_key(t) in self.external_storages
+        return self._key(t) in self.by_storage or self._key(t) in self.external_storages
 
     def _add_view(self, node: fx.Node, base: fx.Node) -> None:
         self.views.add(node)
@@ -296,9 +343,15 @@ class _Lowering:
             size = self.round_bytes(node.meta["val"].untyped_storage().nbytes())
             self.values.append(Value(node.name, size, at, True, "tangents"))
             self.value_of[node] = len(self.values) - 1
-            self.by_storage[storage_key(node.meta["val"])] = len(self.values) - 1
+            self.by_storage[self._key(node.meta["val"])] = len(self.values) - 1
             outputs.append(len(self.values) - 1)
         self._append(Node("tangents", (), tuple(outputs), rerunnable=False, op="tangents"), None)
+
+
+def _fills(into: torch.Tensor, made: torch.Tensor) -> bool:
+    """Whether `made` can be written into `into`, and that is all of its storage."""
+    alike = into.dtype == made.dtype and into.shape == made.shape and into.stride() == made.stride()
+    return alike and into.numel() * into.element_size() == into.untyped_storage().nbytes() > 0
 
 
 def lower(

@@ -10,6 +10,7 @@ from torch import nn
 import gcsolve
 from tests import models
 from tests.test_exact import KeepNothing
+from tests.training import assert_trains_the_same
 
 
 def _x(*shape: int) -> torch.Tensor:
@@ -89,3 +90,38 @@ def test_both_graphs_can_be_read() -> None:
     assert "# forward" in plan.module.code
     assert "# backward" in plan.module.code
     assert "tanh_backward" in plan.module.code
+
+
+class _Shared(nn.Module):
+    """Values with several readers, so that gradients are summed; one gradient is summed and handed out as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = self.a(x + y)
+        parts = [z[0].exp(), z[1].cos(), z.sin()[2], self.b(z).tanh()[3], (y * y)[0], self.a(z)[1]]
+        return sum(parts, torch.zeros(64)).square() * y.mean()
+
+
+def test_gradients_are_summed_in_place_as_autograd_sums_them() -> None:
+    torch.manual_seed(0)
+    example = (_x(64, 64).requires_grad_(), (0.1 * _x(64, 64)).requires_grad_())
+    plans = assert_trains_the_same(_Shared(), example)
+    lines = _body(plans[0].module.code)
+    assert sum("add_.Tensor" in line for line in lines) >= 4
+    report = plans[0].verify(steps=1, repeats=0)
+    assert report.measured_peak_bytes <= report.eager_peak_bytes
+    assert abs(report.prediction_error) < 0.005
+
+
+def test_a_gradient_that_is_handed_out_too_is_not_summed_in_place() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return y.sin() * (x + y).exp()  # the gradient of the sum is x's, and the first part of y's
+
+    example = (_x(8, 8).requires_grad_(), (2 * _x(8, 8)).requires_grad_())
+    plan = gcsolve.solve(Twice(), example, budget=1.0)
+    assert "add_.Tensor" not in plan.module.code
+    assert plan.verify(steps=2, repeats=0).differences == ()
