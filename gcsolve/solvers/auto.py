@@ -73,4 +73,7 @@ def _with_least(solved: Solution, found: Sequence[Solution], problem: Problem) -
     if solved.schedule is not None or peak_floor(problem)[0] > problem.budget_bytes:
         return solved  # a plan, or proven for every schedule
     least = min(found, key=lambda s: s.peak_bytes)
-    return least if solved.least_bytes is None or least.peak_bytes < solved.least_bytes else solved
+    if solved.least_bytes is not None and solved.least_bytes <= least.peak_bytes:
+        return solved
+    proven = {"lower_bound": solved.lower_bound, "certificate": solved.certificate, "any_bound": solved.any_bound}
+    return replace(least, **proven)
