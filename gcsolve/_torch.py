@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx
+from torch import _C, fx
 from torch._C import _autograd, _profiler
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors as aot_descriptors
@@ -25,6 +25,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "below_autograd",
     "boxed_graph_module",
     "disable_autocast",
+    "global_module_hooks",
     "functorch_config",
     "no_modes",
     "profiler_running",
@@ -50,6 +52,7 @@ __all__ = [
     "stop_memory_profile",
     "storage_key",
     "tracing",
+    "transformed",
     "tree_map_only",
     "view_like",
 ]
@@ -99,6 +102,24 @@ def as_eager_kernels() -> Iterator[None]:
             for op, key, kernel in taken:
                 op.py_kernels[key] = kernel
                 op._dispatch_cache.clear()
+
+
+def global_module_hooks() -> bool:
+    """Whether hooks are registered that run for every module there is."""
+    return any(
+        (
+            global_hooks._global_forward_hooks,
+            global_hooks._global_forward_pre_hooks,
+            global_hooks._global_backward_hooks,
+            global_hooks._global_backward_pre_hooks,
+        )
+    )
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) is running here."""
+    stack: Any = _C
+    return stack._functorch.peek_interpreter_stack() is not None
 
 
 def storage_key(t: torch.Tensor) -> int:

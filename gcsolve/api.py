@@ -22,7 +22,7 @@ from gcsolve.emit import emit
 from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
 from gcsolve.graph import Node
 from gcsolve.kernels import target_kernels
-from gcsolve.module import Steps, is_planned, planned_module, signature
+from gcsolve.module import Steps, is_planned, planned_module, settled_signature
 from gcsolve.plan import Asked, Plan
 from gcsolve.problem import Problem
 from gcsolve.progress import shown
@@ -168,7 +168,7 @@ class TracedCall:
         )
         graph = made.problem.graph
         store_all = simulate(made.problem, schedule_from_order(graph, range(len(graph.nodes)))).peak_bytes
-        return cls(made, store_all, signature(model, tensors, template), time.perf_counter() - started)
+        return cls(made, store_all, settled_signature(model, traced, tensors, template), time.perf_counter() - started)
 
     def step(self, solution: Solution) -> Step:
         assert solution.schedule is not None

@@ -268,7 +268,16 @@ def _optimizer(text: str | None) -> Any:
 def _made(target: str) -> tuple[Any, Any, Callable[[Any], Any] | None]:
     """What the factory named by "module:function" returns, as (model, example_input, loss)."""
     factory = _factory(target)
-    made = factory()
+    try:
+        made = factory()
+    except GcsolveError:
+        raise
+    except Exception as error:
+        from gcsolve.trace import user_line
+
+        line = user_line(error)
+        at = f" at {line}" if line else ""
+        raise ArgumentError(f"the factory {target} raised {type(error).__name__}{at}: {error}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ArgumentError(
             f"{target} returned {type(made).__name__}; it must return (model, example_input) or "

@@ -22,6 +22,7 @@ from gcsolve.optimizer import OptimizerMemory, optimizer_memory
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.trace import Trace
+from gcsolve.watch import attributes_of
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,17 @@ def external(
     model: nn.Module,
     inputs: Sequence[torch.Tensor],
     joint: Joint,
+    held_attributes: Sequence[torch.Tensor],
     optimizer: OptimizerMemory,
     accumulate: bool,
     round_bytes: Callable[[int], int],
 ) -> tuple[tuple[str, int], ...]:
     """(kind, bytes) of what lives through the whole step."""
-    held = {storage_key(t) for t in (*model.parameters(), *model.buffers())}
+    others = (*held_attributes, *joint.constants.values())
+    held = {storage_key(t) for t in (*model.parameters(), *model.buffers(), *others)}
     return (
         ("parameters", storage_bytes(model.parameters(), round_bytes)),
-        ("buffers", storage_bytes((*model.buffers(), *joint.constants.values()), round_bytes)),
+        ("buffers", storage_bytes((*model.buffers(), *others), round_bytes)),
         ("inputs", storage_bytes((t for t in inputs if storage_key(t) not in held), round_bytes)),
         ("optimizer", optimizer.state_bytes),
         ("master weights", optimizer.master_bytes),
@@ -130,7 +133,9 @@ def costed(
 
     if scope == "step":
         taken = optimizer_memory(optimizer, model.parameters(), device.kind, round_bytes)
-        lowered = lower(trace, external(model, inputs, trace.joint, taken, accumulate, round_bytes), round_bytes, space)
+        attributes = [t for name, t in attributes_of(model, torch.Tensor).items() if name not in trace.replaced]
+        outside = external(model, inputs, trace.joint, attributes, taken, accumulate, round_bytes)
+        lowered = lower(trace, outside, round_bytes, space)
         lowered = replace(lowered, graph=_with_optimizer_step(lowered.graph, taken.step_bytes, accumulate))
     else:
         lowered = lower(trace, (), round_bytes, space)

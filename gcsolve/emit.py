@@ -7,6 +7,7 @@ schedule: a value the plan frees has no name left. Views are made where they are
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,14 +49,33 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
         torch.set_rng_state(state)
 
 
+# The default generators are shared by all threads: nobody may draw between the moment a state is read or set and the draw
+# that it belongs to.
+_DRAWING = threading.RLock()
+
+
+def draw(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`op(*args, **kwargs)`, not while another thread replays."""
+    with _DRAWING:
+        return op(*args, **kwargs)
+
+
+def draw_and_remember(device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """(generator state before, `op(*args, **kwargs)`)."""
+    with _DRAWING:
+        state = rng_state(device)
+        return state, op(*args, **kwargs)
+
+
 def replay(state: torch.Tensor, device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """`op(*args, **kwargs)` from generator state `state`; the generator is left as it was found."""
-    now = rng_state(device)
-    set_rng_state(state, device)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        set_rng_state(now, device)
+    with _DRAWING:
+        now = rng_state(device)
+        set_rng_state(state, device)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            set_rng_state(now, device)
 
 
 class _Half:
@@ -102,16 +122,29 @@ class _Half:
         made.meta = _meta(node)
         return made
 
-    def compute(self, index: int, *, rerun: bool) -> None:
-        """Write the op of graph node `index` and bind its outputs; a pinned output that is live keeps its first copy."""
+    def compute(self, index: int, *, rerun: bool, remember: bool) -> None:
+        """Write the op of graph node `index` and bind its outputs; a pinned output that is live keeps its first copy.
+
+        Args:
+            rerun: it has run before; a random op then replays the generator's state.
+            remember: keep the state that a random op found, for that.
+        """
         node = self.lowered.origin[index]
         item = self.lowered.graph.nodes[index]
         assert node is not None
         helper: tuple[Any, ...] = ()
-        if rerun and index in self.lowered.rng_of:
+        state = -1
+        if index in self.lowered.rng_of:
             state = self.lowered.graph.nodes[self.lowered.rng_of[index]].outputs[0]
-            helper = (replay, self.states[state], random_device(node))
+            helper = (draw_and_remember, random_device(node)) if remember else (draw,)
+            if rerun:
+                helper = (replay, self.states[state], random_device(node))
         made = self._again(node, *helper)
+        if remember and not rerun:
+            self.states[state] = self.graph.call_function(operator.getitem, (made, 0))
+            self.live.add(state)
+            made = self.graph.call_function(operator.getitem, (made, 1))
+            made.meta = _meta(node)
         for v in item.outputs:
             base = self.bases.get(v)
             if base is None or v in self.live:
@@ -128,14 +161,6 @@ class _Half:
         if node in self.lowered.in_place:
             self.copy_of[node] = made
             self.views_of.setdefault(self.lowered.value_of[node], []).append(node)
-
-    def save_state(self, index: int) -> None:
-        """Write the capture of the generator state that a rerun of a random op will replay."""
-        node = self.lowered.origin[index]
-        assert node is not None
-        value = self.lowered.graph.nodes[index].outputs[0]
-        self.states[value] = self.graph.call_function(rng_state, (random_device(node),))
-        self.live.add(value)
 
     def free(self, value: int) -> None:
         """The copy of `value` and the views made of it have no name from here on."""
@@ -236,12 +261,8 @@ def _write(half: _Half, actions: Sequence[Action], runs: tuple[int, ...], before
             half.free(action.value)
             continue
         index = action.node
-        op = graph.nodes[index].op
-        if op == "rng_state":
-            if index in replayed:
-                half.save_state(index)
-        elif half.lowered.origin[index] is not None:
-            half.compute(index, rerun=index in ran)
+        if graph.nodes[index].op != "rng_state" and half.lowered.origin[index] is not None:
+            half.compute(index, rerun=index in ran, remember=half.lowered.rng_of.get(index) in replayed)
         ran.add(index)
     return frozenset(ran)
 

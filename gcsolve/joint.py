@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import fx, nn
 
@@ -29,6 +30,7 @@ from gcsolve._torch import (
 )
 from gcsolve.errors import TraceError
 from gcsolve.functions import KeptFunctions
+from gcsolve.watch import StandIns
 
 
 def fake_tensor(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
@@ -39,9 +41,13 @@ def fake_tensor(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(t.requires_grad)
 
 
-def fake_module(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
-    """A structural copy of `model` with fake parameters and buffers; the model itself is not touched."""
-    memo: dict[int, Any] = {}
+def fake_module(mode: FakeTensorMode, model: nn.Module, generators: Mapping[int, torch.Generator]) -> nn.Module:
+    """A structural copy of `model` with fake parameters and buffers; the model itself is not touched.
+
+    Args:
+        generators: id -> what stands in the copy for a random generator of the model's.
+    """
+    memo: dict[int, Any] = dict(generators)
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(fake_tensor(mode, parameter.detach()), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
@@ -71,7 +77,9 @@ class OutputPlan:
 class Joint:
     """The joint graph and what its inputs and outputs mean.
 
-    `inputs`: one entry a forward placeholder: ("param", FQN), ("buffer", FQN), ("constant", name) or ("input", index).
+    `inputs`: one entry a forward placeholder: ("param", FQN), ("buffer", FQN), ("constant", name), ("input", index),
+    ("attribute", name) for a tensor that is a module's plain attribute, ("source", index) and ("generator", name) for a
+    random generator among the inputs or a module's attributes.
     `tangents`: for each tangent placeholder, the position of the forward output it belongs to.
     `outputs`: one entry a flat output of the model. `mutations`: (position in graph outputs, position in inputs).
     `gradients`: (position in graph outputs, position in inputs). The first `n_forward_outputs` graph outputs are the
@@ -100,24 +108,57 @@ _KINDS = {
 }
 
 
+def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    """Eager's CPU dropout divides a mask of ones by 1-p in the dtype and multiplies; the fused op traced for it multiplies
+    by 1/(1-p), which in float32 is another number for some p. At p=1 eager draws nothing."""
+    if x.device.type != "cpu" or train is False:
+        return NotImplemented
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype), torch.zeros_like(x, dtype=torch.bool)
+    if x.dtype != torch.float32 or _same_scale(p):
+        return NotImplemented
+    mask = torch.ops.aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1.0 - p)
+    return x * mask.to(x.dtype).div(1.0 - p), mask
+
+
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
-    """Eager's CPU dropout multiplies by 1/(1-p) rounded to the dtype; the fused backward traced for it does not round,
-    which shows in half precision."""
-    if grad.device.type != "cpu" or grad.dtype not in (torch.bfloat16, torch.float16):
+    """The same for its gradient; in half precision the fused backward does not round the scale, and eager does."""
+    half = grad.dtype in (torch.bfloat16, torch.float16)
+    single = grad.dtype == torch.float32 and scale > 0 and not _same_scale(1.0 - 1.0 / scale)
+    if grad.device.type != "cpu" or not scale or not (half or single):
         return NotImplemented
     return grad * mask.to(grad.dtype).div(1.0 / scale)
 
 
-_AS_EAGER: Any = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
+def _same_scale(p: float) -> bool:
+    """Whether 1/(1-p) rounded to float32 is 1 divided by 1-p in float32."""
+    return numpy.float32(1.0 / (1.0 - p)) == numpy.float32(1.0) / numpy.float32(1.0 - p)
+
+
+_AS_EAGER: Any = {
+    torch.ops.aten.native_dropout.default: _dropout,
+    torch.ops.aten.native_dropout_backward.default: _dropout_backward,
+}
 
 
 def capture_joint(
-    module: nn.Module, args: Sequence[torch.Tensor], mode: FakeTensorMode, *, on_cpu: bool = True
+    module: nn.Module,
+    args: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+    stand_ins: StandIns,
+    *,
+    exported: bool,
+    on_cpu: bool,
 ) -> Joint:
-    """Export `module(*args)` without running it and trace forward and backward together. All tensors are fake.
+    """Trace forward and backward of `module(*args)` together, without running it. All tensors are fake.
 
-    Autocast, when active around the call, is active in both stages, so its casts are ops of the graph. `on_cpu`: tensors
-    on the CPU stay there, and its kernels' own ways are followed.
+    Autocast, when active around the call, is active in every stage, so its casts are ops of the graph.
+
+    Args:
+        stand_ins: the generators that the model may draw from.
+        exported: export first, which takes more models and knows modules and source lines. It sees no autograd: a model
+            that brings its own (an autograd.Function, a gradient taken in forward) is traced directly.
+        on_cpu: tensors on the CPU stay there, and its kernels' own ways are followed.
 
     Raises:
         whatever torch raises; `trace.py` words it for the user.
@@ -130,17 +171,38 @@ def capture_joint(
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
         functions = around.enter_context(KeptFunctions())
-        with functions.recording():
-            program = torch.export.export(module, tuple(args), strict=False)
-        exported = program.module(check_guards=False)
+        if exported:
+            with functions.recording():
+                program = torch.export.export(module, tuple(args), strict=False)
+            module = program.module(check_guards=False)
         with contextlib.ExitStack() as stack:
             captured = aot_export_joint_with_descriptors(
-                stack, exported, tuple(args), decompositions=_AS_EAGER if on_cpu else {}
+                stack, module, tuple(args), decompositions=_AS_EAGER if on_cpu else {}
             )
-    return _described(captured, exported)
+    return _with_generators(_described(captured, module), stand_ins)
 
 
-def _described(captured: Any, exported: nn.Module) -> Joint:
+def _with_generators(joint: Joint, stand_ins: StandIns) -> Joint:
+    """Random generators in the graph become inputs, so that every call draws from the ones it finds."""
+    graph = joint.graph_module.graph
+    first = {}
+    places: list[tuple[str, Any]] = []
+    last = graph.find_nodes(op="placeholder")[len(joint.inputs) - 1]
+    for node in graph.find_nodes(op="get_attr"):
+        generator = getattr(joint.graph_module, str(node.target), None)
+        if not isinstance(generator, torch.Generator):
+            continue
+        place = stand_ins.place(generator)
+        if place not in first:
+            with graph.inserting_after(last):
+                first[place] = last = graph.placeholder(f"generator_{len(first)}")
+            places.append(place)
+        node.replace_all_uses_with(first[place])
+        graph.erase_node(node)
+    return replace(joint, inputs=(*joint.inputs, *places))
+
+
+def _described(captured: Any, module: nn.Module) -> Joint:
     """AOTAutograd's descriptors and metadata as our own frozen record."""
     metadata = captured._aot_state.fw_metadata
     gm: fx.GraphModule = captured.graph_module
@@ -157,7 +219,7 @@ def _described(captured: Any, exported: nn.Module) -> Joint:
         if isinstance(what, aot_descriptors.PlainAOTInput):
             inputs.append(("input", what.idx))
         elif isinstance(what, (aot_descriptors.ParamAOTInput, aot_descriptors.BufferAOTInput)):
-            attribute = _attribute(exported, what.target)
+            attribute = _attribute(module, what.target)
             if isinstance(attribute, torch.Tensor) and not isinstance(attribute, FakeTensor):
                 constants[what.target] = attribute
                 inputs.append(("constant", what.target))
@@ -171,6 +233,7 @@ def _described(captured: Any, exported: nn.Module) -> Joint:
             )
 
     found: Any = gm.graph.output_node().meta["desc"]
+    made: Any = gm.graph.output_node().args[0]
     positions = {what.idx: at for at, what in enumerate(found) if isinstance(what, aot_descriptors.PlainAOTOutput)}
     bases: list[int] = []
     mutations: list[tuple[int, int]] = []
@@ -178,7 +241,8 @@ def _described(captured: Any, exported: nn.Module) -> Joint:
     n_forward = 0
     for at, what in enumerate(found):
         if isinstance(what, aot_descriptors.GradAOTOutput):
-            gradients.append((at, descriptions.index(what.grad_of)))
+            if made[at] is not None:
+                gradients.append((at, descriptions.index(what.grad_of)))
             continue
         if what is None:  # the place of an input that needs no gradient
             continue

@@ -7,17 +7,19 @@ hooks, `training` and every attribute are the very same objects, in both directi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
+from gcsolve._torch import global_module_hooks, transformed
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.runtime import Step
-from gcsolve.structure import Template, flatten, static_key, unflatten
-from gcsolve.trace import PREFIX
+from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
+from gcsolve.trace import PREFIX, Trace
+from gcsolve.watch import OWN_STATE, Setting, attributes_of, identity, set_attribute, token
 
 Planner = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Step]
 
@@ -29,10 +31,17 @@ class Steps:
         self.replan = replan
         self.loss = loss
         self.cache: dict[Any, Step] = {}
+        self.settings: list[Setting] = []
         self.training = True
 
     def add(self, key: Any, step: Step) -> None:
         self.cache[key] = step
+        self.settings += [setting for setting in step.trace.settings if setting not in self.settings]
+
+    def set_up(self, model: nn.Module) -> None:
+        """Set what the model's first call sets (a flag, an entry of a config) where it is not set yet."""
+        for setting in self.settings:
+            setting.apply(model)
 
 
 def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> Any:
@@ -40,10 +49,14 @@ def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template)
     dtypes, devices, who needs gradients, training flags, hooks, autocast, default dtype and the modules' own settings."""
     kinds = {t.device.type for t in tensors if t.device.type != "meta"} | {"cpu", "cuda"}
     return (
-        static_key(template),
-        tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors),
+        static_key(template, "example_input"),
+        tuple(map(_description, tensors)),
+        global_module_hooks(),
         tuple(
-            (m.training, *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)))
+            (
+                m.training,
+                *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)),
+            )
             for m in model.modules()
         ),
         tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters()),
@@ -54,35 +67,36 @@ def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template)
     )
 
 
+def settled_signature(model: nn.Module, trace: Trace, tensors: list[torch.Tensor], template: Template) -> Any:
+    """The signature of the model as its first call leaves it (`Trace.settings`); the model itself stays as it is."""
+    for setting in trace.settings:
+        setting.apply(model)
+    try:
+        return signature(model, tensors, template)
+    finally:
+        for setting in trace.settings:
+            setting.apply(model, back=True)
+
+
 def _settings(model: nn.Module) -> tuple[Any, ...]:
-    """Each submodule's class and its plain attributes (a dropout's p, a norm's eps, an activation function), and those of
-    the objects it refers to (a config): what forward may read and a plan has baked in."""
+    """Each submodule's class and its plain attributes (a dropout's p, a norm's eps, an activation function), and what the
+    containers and objects among them hold (a config): what forward may read and a plan has baked in."""
     seen: set[int] = set()
-    found: list[Any] = []
-    for module in model.modules():
-        found.append(type(module))
-        for name, value in vars(module).items():
-            if name in _OWN_STATE:
-                continue
-            if _is_plain(value):
-                found.append((name, value))
-            elif (
-                hasattr(value, "__dict__")
-                and id(value) not in seen
-                and not isinstance(value, (nn.Module, torch.Tensor))
-            ):
-                seen.add(id(value))
-                found.append((name, type(value), tuple((k, v) for k, v in vars(value).items() if _is_plain(v))))
-    return tuple(found)
+    return tuple(
+        (
+            type(module),
+            tuple(
+                (name, _description(value) if isinstance(value, torch.Tensor) else token(value, identity, seen))
+                for name, value in sorted(vars(module).items())
+                if name not in OWN_STATE
+            ),
+        )
+        for module in model.modules()
+    )
 
 
-_OWN_STATE = frozenset(vars(nn.Module()))  # hooks, parameters, training: looked at above
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType))
+def _description(t: torch.Tensor) -> Any:
+    return (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
 
 
 def planned_module(model: nn.Module, steps: Steps) -> nn.Module:
@@ -115,10 +129,15 @@ class _Planned:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model, steps = self._gcsolve_model, self._gcsolve
-        if not torch.is_grad_enabled() or (steps.training and not model.training):
-            result = model.forward(*args, **kwargs)
-            return result if steps.loss is None else steps.loss(result)
-        return run(model, steps, args, kwargs)
+        if torch.is_grad_enabled() and (model.training or not steps.training):
+            tensors, template = flatten((args, kwargs), "call")
+            _refuse_transforms(tensors)
+            if any(
+                t.requires_grad for t in (*tensors, *model.parameters(), *attributes_of(model, torch.Tensor).values())
+            ):
+                return run(model, steps, args, kwargs, tensors, template)
+        result = model.forward(*args, **kwargs)
+        return result if steps.loss is None else steps.loss(result)
 
     @property
     def code(self) -> str:
@@ -137,42 +156,73 @@ class _Planned:
         )
 
 
-def run(model: nn.Module, steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse_transforms(tensors: list[torch.Tensor]) -> None:
+    if transformed() or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise CallError(
+            "a planned module works under ordinary autograd (backward, torch.autograd.grad) only, not under torch.func's "
+            "transforms (grad, vmap, jvp) or forward-mode differentiation; call the original model there"
+        )
+
+
+def run(
+    model: nn.Module,
+    steps: Steps,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[torch.Tensor],
+    template: Template,
+) -> Any:
     """One training forward through the step planned for this signature; a new signature is planned first."""
-    tensors, template = flatten((args, kwargs), "call")
-    key = signature(model, tensors, template)
-    step = steps.cache.get(key)
+    steps.set_up(model)
+    step = steps.cache.get(signature(model, tensors, template))
     if step is None:
         step = steps.replan(model, args, kwargs)
-        steps.add(key, step)
-    return unflatten(step.trace.output_template, step(collect(model, step, tensors)))
+        steps.add(settled_signature(model, step.trace, tensors, template), step)
+        steps.set_up(model)
+    for name in step.trace.replaced:
+        set_attribute(model, name, None)  # the tensor of the last step makes room first
+    outputs = step(collect(model, step, tensors, sources_of(template)))
+    if step.trace.effects_template is not None:
+        stored, changed = unflatten(step.trace.effects_template, outputs)
+        for name, tensor in stored.items():
+            set_attribute(model, name, tensor)
+        if changed is not None:
+            merged((args, kwargs), changed)
+    return unflatten(step.trace.output_template, outputs, arguments=(args, kwargs))
 
 
-def collect(model: nn.Module, step: Step, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of the step's inputs, looked up now: parameters may have been replaced since planning.
+def collect(
+    model: nn.Module, step: Step, tensors: Sequence[torch.Tensor], sources: Sequence[torch.Generator] = ()
+) -> list[Any]:
+    """What the step's inputs are now (tensors, and random generators): parameters may have been replaced since planning.
 
     Raises:
         CallError: one of them is on meta, or on the CPU where the step has another device's kernels.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    found: list[torch.Tensor] = []
+    where: dict[str, Any] = {
+        "param": dict(model.named_parameters(remove_duplicate=False)),
+        "buffer": dict(model.named_buffers(remove_duplicate=False)),
+        "constant": step.trace.joint.constants,
+        "input": tensors,
+        "source": sources,
+        "attribute": attributes_of(model, torch.Tensor),
+        "generator": attributes_of(model, torch.Generator),
+    }
+    found: list[Any] = []
     for kind, name in step.trace.joint.inputs:
-        if kind == "input":
-            tensor = tensors[name]
-        elif kind == "constant":
-            tensor = step.trace.joint.constants[name]
-        else:
-            tensor = (parameters if kind == "param" else buffers)[name.removeprefix(PREFIX)]
-        if tensor.device.type == "meta":
+        if kind == "attribute" and name in step.trace.replaced:
+            found.append(None)  # nothing reads it
+            continue
+        value = where[kind][name.removeprefix(PREFIX) if kind in ("param", "buffer") else name]
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
             raise CallError(
                 f"{kind} {name} is on meta: this plan can be read, not run; give the model real weights first"
             )
-        if step.trace.target_only and tensor.device.type == "cpu":
+        if step.trace.target_only and isinstance(value, torch.Tensor) and value.device.type == "cpu":
             raise CallError(
                 f"{kind} {name} is on the CPU, and this plan has kernels of the device it is for that the CPU lacks "
                 f"({', '.join(step.trace.target_only)}): it can be read here, not run. On that device, move model and "
                 "inputs there and call again; to train on this CPU, plan with device='cpu'"
             )
-        found.append(tensor)
+        found.append(value)
     return found

@@ -6,8 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from gcsolve.errors import ArgumentError
+
 
 def _watched(progress: bool | None) -> bool:
+    if not isinstance(progress, (bool, type(None))):
+        raise ArgumentError(f"progress={progress!r} must be True, False or None (shown to a terminal or notebook only)")
     if progress is None:
         return sys.stderr.isatty() or "ipykernel" in sys.modules
     return progress

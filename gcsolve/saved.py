@@ -25,7 +25,7 @@ from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.costed import Costed, costed
 from gcsolve.errors import ArgumentError, PlanMismatch
 from gcsolve.graph import Graph
-from gcsolve.module import signature
+from gcsolve.module import settled_signature
 from gcsolve.optimizer import make_optimizer
 from gcsolve.plan import Asked, Plan
 from gcsolve.problem import Problem
@@ -33,7 +33,7 @@ from gcsolve.progress import shown
 from gcsolve.schedule import Compute, Free, Schedule
 from gcsolve.solvers.base import Solution, Status
 from gcsolve.solvers.registry import SOLVERS
-from gcsolve.structure import Leaf, Static, Template, flatten
+from gcsolve.structure import Container, Leaf, Static, Template, flatten
 from gcsolve.trace import parse_example
 
 FORMAT = 1
@@ -189,7 +189,7 @@ def _traced(
         tuple(saved["costed_by_bytes"]),
         tuple(saved["estimated_cost"]),
     )
-    key = signature(model, tensors, template)
+    key = settled_signature(model, traced, tensors, template)
     return TracedCall(made, record["baseline_peak_bytes"], key, time.perf_counter() - started)
 
 
@@ -321,6 +321,8 @@ def _template_record(template: Template) -> Any:
         return {"tensor": template.index, "path": template.path}
     if isinstance(template, Static):
         return _static_record(template.value)
+    if not isinstance(template, Container):
+        return {"opaque": type(template).__name__}
     children = [_template_record(child) for child in template.children]
     if type(template.like) in (tuple, list):
         return {type(template.like).__name__: children}

@@ -11,24 +11,26 @@ import io
 import logging
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
-from gcsolve._torch import as_in_eager
+from gcsolve import batchnorm
+from gcsolve._torch import global_module_hooks
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.fakes import TrueFakes, forget_fakes
-from gcsolve.functions import ByHand
+from gcsolve.flat import Call, Flat
+from gcsolve.functions import KeptFunctions
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
 from gcsolve.kernels import TargetKernels
-from gcsolve.known import KnownValues
-from gcsolve.structure import Template, flatten, leaf_paths, skeleton, unflatten
+from gcsolve.structure import Template, flatten, leaf_paths, sources_of, unflatten
+from gcsolve.watch import HostRandomnessRefused, Setting, StandIns, attributes_of, changed_attribute
 
 PREFIX = "model."  # of every parameter and buffer name in the joint graph: the model is a child of `_Flat`
 
@@ -37,14 +39,19 @@ PREFIX = "model."  # of every parameter and buffer name in the joint graph: the 
 class Trace:
     """One traced step.
 
-    `output_template` rebuilds the model's own output around the flat outputs. `takes_gradient[k]`: the plan expects a
-    gradient for flat output k; `differentiable[k]`: the untouched model would accept one. `output_paths[k]` names it.
+    `output_template` rebuilds the model's own output around the flat outputs, `effects_template` what forward changed
+    beside it (`Seen.effects`; None: nothing). `replaced`: attributes whose tensor forward replaces without reading it.
+    `settings`: plain attributes that the first call sets. `takes_gradient[k]`: the plan expects a gradient for flat output
+    k; `differentiable[k]`: the untouched model would accept one. `output_paths[k]` names it.
     `target`: the kind of device ("cuda") whose kernels were traced in place of the CPU's, "" when none were;
     `target_only`: those ops that the CPU cannot run.
     """
 
     joint: Joint
     output_template: Template
+    effects_template: Template | None
+    replaced: tuple[str, ...]
+    settings: tuple[Setting, ...]
     takes_gradient: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     output_paths: tuple[str, ...]
@@ -73,46 +80,6 @@ def parse_example(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-class _Record:
-    """What the traced call saw; no container, since export undoes changes to a module's containers."""
-
-    last: tuple[Template, tuple[bool, ...], tuple[bool, ...]]
-
-
-class _Flat(nn.Module):
-    """The model as a function of a flat list of tensors to a flat tuple of tensors."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        template: Template,
-        loss: Callable[[Any], Any] | None,
-        all_outputs: bool,
-        kernels: TargetKernels | None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.settings = (template, loss, all_outputs, kernels)
-        self.record = _Record()
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        template, loss, all_outputs, kernels = self.settings
-        args, kwargs = unflatten(template, tensors)
-        with as_in_eager(), KnownValues(), ByHand(), kernels or contextlib.nullcontext():
-            result = self.model.forward(*args, **kwargs)
-            if loss is not None:
-                result = loss(result)
-        if loss is not None and (not isinstance(result, torch.Tensor) or result.dim() != 0):
-            shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
-            raise ArgumentError(f"loss must return a scalar tensor; it returned {shape}")
-        outputs, out_template = flatten(result, "output")
-        differentiable = tuple(t.requires_grad for t in outputs)
-        scalars = tuple(d and t.dim() == 0 for d, t in zip(differentiable, outputs, strict=True))
-        takes = scalars if any(scalars) and not all_outputs else differentiable
-        self.record.last = (skeleton(out_template), takes, differentiable)
-        return tuple(t.detach() if d and not k else t for t, d, k in zip(outputs, differentiable, takes, strict=True))
-
-
 def trace(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -138,37 +105,139 @@ def trace(
         raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
     _refuse_untraceable(model)
     _refuse_hooks(model)
+    with _TRACING:  # export and what it sets in torch are for one thread at a time
+        return _traced(model, args, kwargs, loss, all_outputs, kernels)
+
+
+_TRACING = threading.RLock()
+
+
+def _traced(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Any,
+    all_outputs: bool,
+    kernels: TargetKernels | None,
+) -> Trace:
     tensors, template = flatten((args, kwargs), "example_input")
-    mode = TrueFakes(run=all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *tensors)))
-    fakes = [fake_tensor(mode, t) for t in tensors]
-    flat = _Flat(_copied(mode, model), template, loss, all_outputs, kernels)
-    with _HostRandomnessRefused(), _torch_quiet():
+    stand_ins = StandIns(
+        {
+            **{("source", index): generator for index, generator in enumerate(sources_of(template))},
+            **{("generator", name): generator for name, generator in attributes_of(model, torch.Generator).items()},
+        }
+    )
+    flat_inputs = list(tensors)
+    attributes: dict[str, int] = {}
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    for name, tensor in attributes_of(model, torch.Tensor).items():
+        if id(tensor) not in known:
+            attributes[name] = _position(flat_inputs, tensor)
+    call = Call(
+        template,
+        [stand_ins.of[id(generator)] for generator in sources_of(template)],
+        tuple(attributes.items()),
+        loss,
+        all_outputs,
+        kernels,
+        running_line,
+    )
+    real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *tensors))
+    mode = TrueFakes(run=real)
+    copied = _copied(mode, model, stand_ins.of)
+    cumulative = batchnorm.mark(copied)
+    flat = Flat(copied, call)
+    with HostRandomnessRefused(), _torch_quiet():
         try:
-            joint = capture_joint(flat, fakes, mode, on_cpu=kernels is None)
+            settings = _rehearse(flat, mode, flat_inputs)
+            assert flat.last.seen is not None
+            exported = not flat.last.seen.uses_autograd
+            flat.last.expected = flat.last.seen.calls if exported else None
+            fakes = [fake_tensor(mode, t) for t in flat_inputs]
+            joint = capture_joint(flat, fakes, mode, stand_ins, exported=exported, on_cpu=kernels is None)
         except GcsolveError:
             raise
         except Exception as error:
             raise _worded(error, model, _call_text(model, tensors, template)) from error
         finally:
             forget_fakes()
-    out_template, takes, differentiable = flat.record.last
-    if not any(takes):
+    seen = flat.last.seen
+    if not any(seen.takes_gradient):
         raise TraceError(
             f"no output of {type(model).__name__} needs a gradient: every parameter and input has requires_grad=False, "
             "or the output is detached; there is no backward to plan"
         )
-    paths = leaf_paths(out_template)
+    name_of = {at: name for name, at in attributes.items() if at >= len(tensors)}
+    inputs = tuple(
+        ("attribute", name_of[name]) if kind == "input" and name in name_of else (kind, name)
+        for kind, name in joint.inputs
+    )
+    graph = joint.graph_module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    counters = {str(name).removeprefix(PREFIX): at for at, (_, name) in zip(placeholders, inputs, strict=False)}
+    batchnorm.compute_factors(graph, cumulative, counters)
+    read = {
+        name for node, (kind, name) in zip(placeholders, inputs, strict=False) if kind == "attribute" and node.users
+    }
+    paths = {k: path for template in (seen.effects, seen.output) for k, path in leaf_paths(template).items()}
     names = leaf_paths(template)
     return Trace(
-        joint,
-        out_template,
-        takes,
-        differentiable,
-        tuple(paths[k] for k in range(len(takes))),
+        replace(joint, inputs=inputs),
+        seen.output,
+        seen.effects if seen.stored or seen.arguments_changed else None,
+        tuple(name for name in seen.stored if name not in read),
+        settings,
+        seen.takes_gradient,
+        seen.differentiable,
+        tuple(paths[k] for k in range(len(seen.takes_gradient))),
         tuple(names[k].removeprefix("example_input") for k in range(len(tensors))),
         kernels.device.kind if kernels else "",
         tuple(kernels.used) if kernels else (),
     )
+
+
+def _rehearse(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[Setting, ...]:
+    """Run forward on fakes, to see what it does; returns the plain values that the first call sets, set in `flat` now.
+
+    Raises:
+        TraceError: it sets others in the second call: a counter, or a choice of its own.
+    """
+    settings: tuple[Setting, ...] = ()
+    for _ in range(2):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(HostRandomnessRefused())
+            stack.enter_context(mode)
+            stack.enter_context(_no_autocast_cache())
+            stack.enter_context(stack.enter_context(KeptFunctions()).recording())
+            flat(*(fake_tensor(mode, t) for t in tensors))
+        forget_fakes()
+        assert flat.last.seen is not None
+        if not flat.last.seen.settings:
+            return settings
+        if settings:
+            raise changed_attribute(flat.last.seen.settings[0])
+        settings = flat.last.seen.settings
+    return settings
+
+
+def _position(tensors: list[torch.Tensor], wanted: torch.Tensor) -> int:
+    """Index of that very tensor in the list, where it is put when it is missing."""
+    for at, tensor in enumerate(tensors):
+        if tensor is wanted:
+            return at
+    tensors.append(wanted)
+    return len(tensors) - 1
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """A cast made in the rehearsal must not serve the trace."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def _refuse_untraceable(model: nn.Module) -> None:
@@ -184,6 +253,11 @@ def _refuse_untraceable(model: nn.Module) -> None:
 
 def _refuse_hooks(model: nn.Module) -> None:
     """Hooks of submodules would run once, while tracing; those of the model itself run around every planned forward."""
+    if global_module_hooks():
+        raise TraceError(
+            "hooks for all modules are registered (torch.nn.modules.module.register_module_*_hook), which would not run in "
+            "a planned step; remove them, or put hooks on the model itself or on its parameters"
+        )
     for name, module in model.named_modules():
         if module is model:
             continue
@@ -196,9 +270,9 @@ def _refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def _copied(mode: Any, model: nn.Module) -> nn.Module:
+def _copied(mode: Any, model: nn.Module, generators: dict[int, torch.Generator]) -> nn.Module:
     try:
-        return fake_module(mode, model)
+        return fake_module(mode, model, generators)
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} could not be copied for tracing ({type(error).__name__}: {error}); an attribute that "
@@ -223,31 +297,6 @@ def _torch_quiet() -> Iterator[None]:
     sys.stderr.write(text.getvalue())  # what the model itself had to say
 
 
-class _HostRandomnessRefused:
-    """Python's and numpy's draws inside forward would be baked into the graph: notice them by their generators' states."""
-
-    def __enter__(self) -> None:
-        self.before = random.getstate(), _numpy_state()
-
-    def __exit__(self, kind: Any, value: Any, tb: Any) -> None:
-        python, (state, comparable) = self.before
-        drawn = [("random", random.getstate() != python), ("numpy.random", _numpy_state()[1] != comparable)]
-        moved = [name for name, has_moved in drawn if has_moved]
-        random.setstate(python)
-        numpy.random.set_state(state)
-        if moved and kind is None:
-            raise TraceError(
-                f"forward draws from {' and '.join(moved)} (layer drop, masking on the host): the draw would be the same in "
-                "every step. Use torch's generator in forward, or switch that feature off"
-            )
-
-
-def _numpy_state() -> tuple[Any, Any]:
-    """numpy's global generator state, and the same in a form that can be compared."""
-    state: Any = numpy.random.get_state()
-    return state, (state[0], state[1].tobytes(), *state[2:])
-
-
 def user_line(error: BaseException) -> str:
     """ "file:line" of the deepest frame that belongs neither to torch nor to gcsolve nor to the standard library."""
     seen: set[int] = set()
@@ -258,6 +307,14 @@ def user_line(error: BaseException) -> str:
             if is_user_file(frame.filename):
                 return f"{shown_path(frame.filename)}:{frame.lineno}"
         current = current.__cause__ or current.__context__
+    return ""
+
+
+def running_line() -> str:
+    """ "file:line" of the user's innermost line that is running now."""
+    for frame in reversed(traceback.extract_stack()):
+        if is_user_file(frame.filename):
+            return f"{shown_path(frame.filename)}:{frame.lineno}"
     return ""
 
 
@@ -300,6 +357,11 @@ def _worded(error: Exception, model: nn.Module, call: str) -> TraceError:
     line = user_line(error)
     at = f" at {line}" if line else ""
     name = type(error).__name__
+    if "entirely functional graph" in str(error):
+        return TraceError(
+            f"{type(model).__name__} changes a tensor in place that a planned step cannot follow: one in a list, a dict or a "
+            "global. Make it a buffer, an attribute of a module or an argument"
+        )
     if "DataDependent" in name or "data-dependent" in str(error):
         return TraceError(
             f"{type(model).__name__} branches on a tensor's value{at}: the two ways would need two plans. Replace the branch "

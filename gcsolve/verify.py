@@ -119,7 +119,7 @@ class _Runner:
         if self.loss is not None:
             result = self.loss(result)
         outputs, _ = flatten(result, "output")
-        graded = [o for o, takes in zip(outputs, self.plan.costed.trace.takes_gradient, strict=True) if takes]
+        graded = [o for o, takes in zip(outputs, self.plan.costed.trace.takes_gradient, strict=False) if takes]
         torch.autograd.backward(graded, [torch.ones_like(o) for o in graded])
         self.outputs, self.held = [o.detach() for o in graded], [o.detach() for o in outputs]
 

@@ -60,6 +60,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer": ({"budget": 0.5, "optimizer": "adam"}, "optimizer='adam'"),
     "time limit": ({"budget": 0.5, "time_limit_s": -1}, "time_limit_s=-1"),
     "gap": ({"budget": 0.5, "gap": math.nan}, "gap=nan"),
+    "progress": ({"budget": 0.5, "progress": "yes"}, "progress='yes'"),
     "grad outputs": ({"budget": 0.5, "grad_outputs": "some"}, "grad_outputs='some'"),
 }
 
@@ -94,8 +95,10 @@ def test_an_argument_that_cannot_be_compared_is_refused() -> None:
         def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
             return super().forward(x) * float(scale[0])
 
-    with pytest.raises(ArgumentError, match="ndarray"):
+    with pytest.raises(ArgumentError, match=r"example_input\[0\]\[1\] is of type ndarray.*torch\.as_tensor"):
         gcsolve.solve(Scaled(), (_x(8, 32), numpy.ones(1)), budget=1.0)
+    with pytest.raises(ArgumentError, match=r"example_input\[1\]\['scale'\] is of type ndarray"):
+        gcsolve.solve(Scaled(), {"x": _x(8, 32), "scale": numpy.ones(1)}, budget=1.0)
 
 
 def test_an_input_changed_in_place_that_needs_a_gradient_is_refused() -> None:

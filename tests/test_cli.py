@@ -28,6 +28,9 @@ def with_loss():
 def nothing():
     return 7
 
+def raising():
+    raise ValueError("no such checkpoint: small.pt")
+
 broken = 3
 """
 
@@ -122,11 +125,12 @@ def test_bad_words_name_what_is_accepted(capsys, here, words, text):
         ("no_such_module_here:f", "no module"),
         ("{here}:absent", "no function 'absent'"),
         ("{here}:broken", "no function 'broken'"),
+        ("{here}:raising", "the factory {here}:raising raised ValueError at {here}.py:17: no such checkpoint"),
         ("{here}:nothing", "must return (model, example_input)"),
     ],
 )
 def test_bad_targets(capsys, here, target, text):
-    assert text in refused(capsys, "plan", target.format(here=here), "--budget", "0.5")
+    assert text.format(here=here) in refused(capsys, "plan", target.format(here=here), "--budget", "0.5")
 
 
 def test_an_import_that_fails_inside_the_users_module_keeps_its_traceback(tmp_path, monkeypatch):

@@ -13,6 +13,24 @@ import gcsolve
 from gcsolve.structure import flatten
 
 
+def x(*shape: int) -> torch.Tensor:
+    """The same normal numbers every time, whatever the global generator."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+class Of(nn.Module):
+    """A model made of a function and the modules it uses: `Of(lambda m, x: m.a(x).tanh(), a=nn.Linear(8, 8))`."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 def call(model: nn.Module, example: Any) -> Any:
     """`model` on an example input of any accepted form."""
     if isinstance(example, torch.Tensor):
@@ -32,7 +50,12 @@ def total(output: Any) -> torch.Tensor:
 def train(
     model: nn.Module, example: Any, loss: Callable[[Any], torch.Tensor] = total, steps: int = 3
 ) -> dict[str, Any]:
-    """Everything a run leaves: losses, gradients of each step, parameters, buffers, generator state."""
+    """Everything a run leaves: losses, gradients of each step, parameters, buffers, generator state.
+
+    Args:
+        example: an example input, or a function that makes a fresh one.
+    """
+    example = example() if callable(example) else example
     torch.manual_seed(7)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     left: dict[str, Any] = {}
@@ -43,7 +66,7 @@ def train(
         left[f"loss {step}"] = value.detach().clone()
         for name, p in model.named_parameters():
             left[f"gradient {step} {name}"] = None if p.grad is None else p.grad.clone()
-        for k, t in enumerate(flatten(example, "x")[0]):
+        for k, t in enumerate(t for t in flatten(example, "x")[0] if t.is_leaf):
             left[f"input gradient {step} {k}"] = None if t.grad is None else t.grad.clone()
             t.grad = None
         optimizer.step()
@@ -65,12 +88,27 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
             assert torch.equal(x, y), f"{key} differs by {(x - y).abs().max() if x.is_floating_point() else 'value'}"
 
 
+def assert_built_trains_the_same(
+    build: Callable[[], nn.Module], example: Any, *, loss: Callable[[Any], torch.Tensor] = total, **options: Any
+) -> None:
+    """`assert_trains_the_same` for a model that cannot be copied: `build()` makes the same one every time."""
+    expected = train(build(), example, loss)
+    given = example() if callable(example) else example
+    first = gcsolve.solve(build(), given, budget=1.0, **options)
+    tight = first.minimum_budget().bytes
+    for budget in (first.baseline_peak_bytes, (first.baseline_peak_bytes + tight) // 2, tight):
+        given = example() if callable(example) else example
+        assert_same(
+            expected, train(gcsolve.solve(build(), given, budget=f"{budget}B", **options).module, example, loss)
+        )
+
+
 def assert_trains_the_same(
     model: nn.Module, example: Any, *, loss: Callable[[Any], torch.Tensor] = total, **options: Any
 ) -> list[gcsolve.Plan]:
     """At the loosest, a middle and the tightest budget: the planned copy trains bitwise like the untouched one."""
     expected = train(copy.deepcopy(model), example, loss)
-    first = gcsolve.solve(model, example, budget=1.0, **options)
+    first = gcsolve.solve(model, example() if callable(example) else example, budget=1.0, **options)
     tight = first.minimum_budget().bytes
     plans = [
         first.at(budget=f"{b}B") for b in (first.baseline_peak_bytes, (first.baseline_peak_bytes + tight) // 2, tight)

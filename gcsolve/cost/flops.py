@@ -38,8 +38,8 @@ def node_flops(node: fx.Node) -> int | None:
     args, kwargs = fake_arguments(node)
     if packet in _OWN_FORMULAS:
         return int(_OWN_FORMULAS[packet](*args, **kwargs))
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    if packet in flop_registry and node.meta.get("val") is not None:  # its formulas ask for the result's shape
+        return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
     return None
 
 

@@ -1,0 +1,163 @@
+"""The model as a function of flat tensors, for tracing; with what forward changes beside its outputs as further outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gcsolve._torch import as_in_eager
+from gcsolve.errors import ArgumentError
+from gcsolve.functions import ByHand
+from gcsolve.kernels import TargetKernels
+from gcsolve.known import KnownValues
+from gcsolve.structure import (
+    Container,
+    Flattening,
+    Template,
+    containers,
+    flatten,
+    skeleton,
+    static_key,
+    unflatten,
+    with_own_statics,
+)
+from gcsolve.watch import (
+    Attributes,
+    Rehearsed,
+    Setting,
+    Written,
+    attributes_of,
+    seeding_refused,
+    set_attribute,
+    unchecked_distributions,
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one run of forward showed.
+
+    Templates around the flat outputs: `output` is the model's own; `effects` holds (attributes, arguments): tensors by the
+    name of the attribute they were stored in, and (args, kwargs) as forward left them (None where it changed nothing).
+    `takes_gradient`, `differentiable`: as in `Trace`. `calls`: torch functions called. `uses_autograd`: forward does
+    something with autograd itself, which must be traced where it happens. `stored`: names of the attributes that hold
+    other tensors now. `settings`: plain values set on the model's modules; they are left set.
+    """
+
+    output: Template
+    effects: Template
+    takes_gradient: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
+    calls: list[Any]
+    uses_autograd: bool
+    arguments_changed: bool
+    stored: tuple[str, ...]
+    settings: tuple[Setting, ...]
+
+
+class Last:
+    """What the last run showed, and the calls that the next must make (None: any). An object of its own, since export undoes
+    changes to a module's containers."""
+
+    seen: Seen | None = None
+    expected: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is traced: the call's structure, the loss, and which flat inputs are attributes (by name), after the arguments'.
+
+    `sources`: what stands for the call's random generators. `kernels`: those of another device, to trace for. `line`: the
+    user's line that is running.
+    """
+
+    template: Template
+    sources: Sequence[torch.Generator]
+    attributes: tuple[tuple[str, int], ...]
+    loss: Callable[[Any], Any] | None
+    all_outputs: bool
+    kernels: TargetKernels | None
+    line: Callable[[], str]
+
+
+class Flat(nn.Module):
+    """`model` as a function of a flat list of tensors to a flat tuple of tensors; each run leaves `last.seen`."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+        self.last = Last()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call = self.call
+        template = with_own_statics(call.template)
+        arguments = unflatten(template, tensors, call.sources)
+        held = _state(arguments)
+        replaced = attributes_of(self.model, torch.Tensor)
+        for name, at in call.attributes:
+            set_attribute(self.model, name, tensors[at])
+        attributes = Attributes(self.model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(as_in_eager())
+            stack.enter_context(unchecked_distributions())
+            stack.enter_context(seeding_refused(call.line))
+            stack.enter_context(KnownValues())
+            stack.enter_context(ByHand())
+            if call.kernels is not None:
+                stack.enter_context(call.kernels)
+            rehearsed = stack.enter_context(Rehearsed(self.last.expected, call.line))
+            args, kwargs = arguments
+            result = self.model.forward(*args, **kwargs)
+            if call.loss is not None:
+                result = _scalar(call.loss(result))
+        written = attributes.written()
+        for name, value in replaced.items():
+            set_attribute(self.model, name, value)
+        changed = arguments if _state(arguments) != held else None
+        return self._seen(result, written, changed, containers(arguments), rehearsed)
+
+    def _seen(
+        self, result: Any, written: Written, changed: Any, places: Any, rehearsed: Rehearsed
+    ) -> tuple[torch.Tensor, ...]:
+        """Keep what the run showed; the flat outputs, detached where no gradient is planned for."""
+        flat = Flattening()
+        output = flat.template(result, "output", places)
+        n, outputs = len(flat.tensors), flat.tensors
+        effects = (flat.template(written.tensors, "attribute"), flat.template(changed, "argument"))
+        differentiable = tuple(t.requires_grad for t in outputs)
+        scalars = tuple(d and t.dim() == 0 for d, t in zip(differentiable, outputs, strict=True))
+        if self.call.all_outputs:
+            takes = differentiable
+        else:
+            takes = (scalars if any(scalars[:n]) else differentiable)[:n] + scalars[n:]
+        self.last.seen = Seen(
+            skeleton(output),
+            skeleton(Container("sequence", effects, (0, 1), effects)),
+            takes,
+            differentiable,
+            rehearsed.calls,
+            rehearsed.uses_autograd,
+            changed is not None,
+            tuple(written.tensors),
+            written.settings,
+        )
+        return tuple(t.detach() if d and not k else t for t, d, k in zip(outputs, differentiable, takes, strict=True))
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ArgumentError(f"loss must return a scalar tensor; it returned {shape}")
+    return value
+
+
+def _state(arguments: Any) -> Any:
+    """Equal before and after a call that only changed the content of tensors."""
+    tensors, template = flatten(arguments, "example_input")
+    return static_key(template, "example_input"), tuple(map(id, tensors))
