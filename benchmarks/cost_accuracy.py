@@ -1,0 +1,184 @@
+"""Measured costs against measured steps: `python benchmarks/cost_accuracy.py`.
+
+For six models (reduced), with `cost="measured"`: plans at 60 and 40 % of the store-all peak (where no plan is that small,
+at the least budget + 2 %). Predicted: 1 + overhead, a plan's step time over store-all's. Measured: the same from
+interleaved runs, medians. Also the predicted peak against the measured one, and what the roofline predicted.
+
+One thread, and CPU seconds of the process: on a machine that others use, wall time says little. Results go to
+benchmarks/results/cost_accuracy.txt. The exit status is 1 when a check fails. --quick: one small model, nothing written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import gcsolve
+from benchmarks import models
+from gcsolve.measure import interleaved_times
+from gcsolve.report.tables import text_table
+
+RESULTS = Path(__file__).parent / "results" / "cost_accuracy.txt"
+FRACTIONS = (0.6, 0.4)
+WITHIN = 0.05  # predicted ratio / measured ratio
+PEAK_WITHIN = 0.01
+
+REDUCED: dict[str, Callable[[], models.Case]] = {
+    "gpt2": functools.partial(models.gpt2, layers=4, width=256, batch=2, length=256),
+    "llama": functools.partial(models.llama, layers=4, width=256, batch=2, length=256),
+    "resnet50": functools.partial(models.resnet50, batch=4, size=128),
+    "vit_small": functools.partial(models.vit_small, batch=2, size=160),
+    "unet": functools.partial(models.unet, batch=1, size=160),
+    "mlp": functools.partial(models.mlp, layers=6, width=512, batch=2048),
+}
+QUICK = {"mlp": functools.partial(models.mlp, layers=3, width=128, batch=512)}
+HEADS = (
+    "model",
+    "budget",
+    "predicted",
+    "measured",
+    "error",
+    "roofline",
+    "peak MB",
+    "measured MB",
+    "step s",
+    "of ops s",
+)
+
+Row = dict[str, Any]
+
+
+def rows_of(name: str, case: models.Case, repeats: int) -> Iterator[Row]:
+    """One row a budget."""
+    model, example, loss = case
+    options: dict[str, Any] = {"loss": loss, "progress": False}
+    base = gcsolve.solve(model, example, budget=1.0, solver="store_all", cost="measured", **options)
+    plans = [(label, plan) for label, plan in budgets(base)]
+    runs = [step(p.module, example) for p in (base, *(plan for _, plan in plans))]
+    times = interleaved_times(runs, repeats, clock=time.process_time)
+    roofline = gcsolve.solve(model, example, budget=1.0, solver="store_all", **options)
+    for (label, plan), seconds in zip(plans, times[1:], strict=True):
+        report = plan.verify(steps=1, repeats=0)
+        yield {
+            "model": name,
+            "budget": label,
+            "predicted": 1 + plan.overhead,
+            "measured": seconds / times[0],
+            "roofline": 1 + extra(plan, roofline.problem.cost),
+            "peak_bytes": plan.peak_bytes,
+            "measured_bytes": report.measured_peak_bytes,
+            "step_s": times[0],
+            "ops_s": base.problem.total_cost,
+            "equal": not report.differences,
+        }
+
+
+def budgets(base: gcsolve.Plan) -> Iterator[tuple[str, gcsolve.Plan]]:
+    for fraction in FRACTIONS:
+        try:
+            yield f"{fraction:.0%}", base.at(budget=fraction, progress=False)
+        except gcsolve.InfeasibleBudget:
+            least = base.minimum_budget()
+            yield "least+2%", base.at(budget=f"{int(1.02 * least.bytes)}B", progress=False)
+            return
+
+
+def extra(plan: gcsolve.Plan, costs: tuple[float, ...]) -> float:
+    """The plan's overhead in other costs."""
+    runs = plan.schedule.runs(plan.problem.graph)
+    return sum(c * (n - 1) for c, n in zip(costs, runs, strict=True)) / sum(costs)
+
+
+def step(module: torch.nn.Module, example: Any) -> Callable[[], None]:
+    """One forward and backward from clean gradients."""
+    positional, named = ((), example) if isinstance(example, dict) else (example, {})
+
+    def run() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        result = module(*positional, **named)
+        (result if isinstance(result, torch.Tensor) else result.loss).backward()
+
+    return run
+
+
+def checks(rows: list[Row]) -> Iterator[tuple[str, bool]]:
+    for row in rows:
+        at = f"{row['model']} at {row['budget']}"
+        yield (
+            f"{at}: predicted step time ratio within 5 % of measured",
+            abs(row["predicted"] / row["measured"] - 1) <= WITHIN,
+        )
+        yield f"{at}: predicted peak within 1 %", abs(row["peak_bytes"] / row["measured_bytes"] - 1) <= PEAK_WITHIN
+        yield f"{at}: bitwise equal", row["equal"]
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    return (
+        row["model"],
+        row["budget"],
+        f"{row['predicted']:.4f}",
+        f"{row['measured']:.4f}",
+        f"{row['predicted'] / row['measured'] - 1:+.2%}",
+        f"{row['roofline']:.4f}",
+        f"{row['peak_bytes'] / 1e6:.1f}",
+        f"{row['measured_bytes'] / 1e6:.1f}",
+        f"{row['step_s']:.3f}",
+        f"{row['ops_s']:.3f}",
+    )
+
+
+def report(rows: list[Row], repeats: int) -> str:
+    held = list(checks(rows))
+    failed = [what for what, holds in held if not holds]
+    return "\n".join(
+        [
+            f"gcsolve {gcsolve.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} thread, CPU seconds, medians of {repeats} interleaved runs",
+            "",
+            "Step time as a multiple of store-all's: predicted from measured ops, measured, and predicted by the roofline;",
+            "then the step's peak; then the store-all step's seconds, measured and summed from its ops.",
+            "",
+            text_table(HEADS, [cells(row) for row in rows], right=range(2, len(HEADS))),
+            "",
+            f"{len(held) - len(failed)} of {len(held)} checks hold",
+            *(f"FAILS: {what}" for what in failed),
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Predicted step time ratios against measured ones.")
+    parser.add_argument("--models", nargs="+", choices=list(REDUCED), help="default: all")
+    parser.add_argument("--repeats", type=int, default=9, help="interleaved runs (default: 9)")
+    parser.add_argument("--quick", action="store_true", help="one small model; nothing is written")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    chosen = QUICK if arguments.quick else {name: REDUCED[name] for name in arguments.models or REDUCED}
+    rows: list[Row] = []
+    for name, factory in chosen.items():
+        for row in rows_of(name, factory(), arguments.repeats):
+            rows.append(row)
+            print("  ".join(cells(row)), file=sys.stderr, flush=True)
+        gc.collect()
+    text = report(rows, arguments.repeats)
+    print(text)
+    if not arguments.quick and not arguments.models:
+        RESULTS.write_text(text + "\n")
+    return 0 if all(holds for _, holds in checks(rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
