@@ -92,6 +92,12 @@ def gpt2_small(batch: int = 1, length: int = 768, vocabulary: int = 8192, seed: 
     return model, torch.randint(0, vocabulary, (batch, length))
 
 
+def gpt_medium(batch: int, seq: int = 1024) -> tuple[GPT, Tensor]:
+    """(model, tokens): a GPT of GPT-2 medium's shape in bfloat16, for `gcsolve fit gcsolve.demo:gpt_medium`."""
+    model = GPT(vocabulary=50257, length=seq, layers=24, width=1024, heads=16).bfloat16()
+    return model, torch.randint(0, 50257, (batch, seq))
+
+
 # --- the demo itself -------------------------------------------------------------------------------------------------
 
 
