@@ -19,12 +19,12 @@ from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Solution
+from gcsolve.solvers.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, Solution
 from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.minimum import minimum_peak
 from gcsolve.solvers.registry import solvers
 
-PROVES = {ANY_SCHEDULE: "any", ONE_RERUN: "one rerun"}
+PROVES = {ANY_SCHEDULE: "any", ASCENDING: "ascending", ONE_RERUN: "one rerun"}
 
 
 def layered(blocks: int, ops: int) -> Problem:
