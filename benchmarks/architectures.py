@@ -639,36 +639,12 @@ ARCHITECTURES["lora_gpt2"] = _lora("gpt2", target_modules=["c_attn"], fan_in_fan
 ARCHITECTURES["lora_llama"] = _lora("llama", target_modules=["q_proj", "v_proj"])
 
 # What they are made of is in another entry too, or they are slow to trace: in the benchmark only.
-SIMILAR = frozenset(
-    {
-        *(
-            "gptj",
-            "mpt",
-            "phi3",
-            "olmo2",
-            "stablelm",
-            "cohere",
-            "qwen2_moe",
-            "mamba2",
-            "rwkv",
-            "albert",
-            "electra",
-            "xlnet",
-        ),
-        *(
-            "longformer",
-            "pegasus",
-            "hubert",
-            "deit",
-            "dinov2",
-            "siglip",
-            "timm_ghostnet",
-            "timm_xcit",
-            "timm_poolformer",
-        ),
-        *("timm_coatnet", "efficientnet_b0", "inception_v3"),
-    }
-)
+SIMILAR = frozenset({
+    "opt", "falcon", "gemma2", "phi", "gptj", "mpt", "phi3", "olmo2", "stablelm", "cohere", "qwen2_moe", "mamba2",
+    "rwkv", "distilbert", "albert", "electra", "deberta", "xlnet", "longformer", "bart", "pegasus", "hubert", "deit",
+    "dinov2", "siglip", "timm_ghostnet", "timm_xcit", "timm_poolformer", "timm_coatnet", "efficientnet_b0",
+    "inception_v3", "conditioned_unet",
+})  # fmt: skip
 
 
 def architecture(name: str, batch: int = 2) -> Case:
