@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -265,6 +266,10 @@ class Plan:
         if self.costed.costed_by_bytes:
             lines.append(f"costed by bytes (no FLOP formula): {', '.join(self.costed.costed_by_bytes)}")
         return "\n".join(lines)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """The same plan for a copy of the model."""
+        return replace(self, module=copy.deepcopy(self.module, memo))
 
     def __repr__(self) -> str:
         return f"<Plan {self.summary().splitlines()[0]}>"
