@@ -4,7 +4,7 @@ One table; each row says what is claimed, what gcsolve finds for a stated model 
 and when it does not. Then a Llama of 70 billion parameters with adapters, planned for two GPUs in a process of its own.
 Nothing is allocated (all models are on meta) and no GPU is used; times are roofline seconds.
 
-Results go to benchmarks/results/claims.txt (--no-70b leaves the last part out and writes nothing).
+Results go to benchmarks/results/claims.json and .txt; parts named by --parts replace theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from benchmarks import models
 from gcsolve.demo import GPT
 from gcsolve.report.tables import text_table
 
-RESULTS = Path(__file__).parent / "results" / "claims.txt"
+RESULTS = Path(__file__).parent / "results"
 DEPTHS = (16, 36, 64, 100, 144)
 GB = 1e9
 
@@ -273,26 +273,28 @@ def verdict(holds: bool) -> str:
     return "yes" if holds else "NO"
 
 
+PARTS = {"7b": seven_b, "depth": by_depth, "block": per_block}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Claims about activation memory, computed.")
-    parser.add_argument("--no-70b", action="store_true", help="leave the last part out; nothing is written")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, "70b"], help="default: all")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.child:
         print(json.dumps(seventy_b()))
         return 0
-    rows: list[Row] = []
-    for part in (seven_b, by_depth, per_block):
-        for row in part():
-            rows.append(row)
-            print(f"{row.holds}: {row.claim}: {row.found}", file=sys.stderr, flush=True)
+    stored = RESULTS / "claims.json"
+    known: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
+    for part in arguments.parts or [*PARTS, "70b"]:
+        print(part, file=sys.stderr, flush=True)
+        known[part] = seventy_b_text() if part == "70b" else [astuple(row) for row in PARTS[part]()]
     heads = ("claim", "holds", "found", "when")
-    table = text_table(heads, [(r.claim, r.holds, r.found, r.when) for r in rows])
+    table = text_table(heads, [row for part in PARTS for row in known.get(part, ())])
     where = f"gcsolve {gcsolve.__version__}, torch {torch.__version__}, Python {platform.python_version()}, no GPU used"
-    text = f"{where}\n\n{table}\n"
-    if not arguments.no_70b:
-        text += f"\n{seventy_b_text()}\n"
-        RESULTS.write_text(text)
+    text = "\n\n".join([where, table, *([known["70b"]] if "70b" in known else [])])
+    stored.write_text(json.dumps(known, indent=1) + "\n")
+    (RESULTS / "claims.txt").write_text(text + "\n")
     print(text)
     return 0
 

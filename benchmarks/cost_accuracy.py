@@ -5,7 +5,8 @@ at the least budget + 2 %). Predicted: 1 + overhead, a plan's step time over sto
 interleaved runs, medians. Also the predicted peak against the measured one, and what the roofline predicted.
 
 One thread, and CPU seconds of the process: on a machine that others use, wall time says little. Results go to
-benchmarks/results/cost_accuracy.txt. The exit status is 1 when a check fails. --quick: one small model, nothing written.
+benchmarks/results/cost_accuracy.json and .txt; models named by --models replace their part of it. The exit status is 1
+when a check fails. --quick: one small model, nothing written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
 import os
 import platform
 import sys
@@ -30,7 +32,7 @@ from benchmarks import models
 from gcsolve.measure import interleaved_times
 from gcsolve.report.tables import text_table
 
-RESULTS = Path(__file__).parent / "results" / "cost_accuracy.txt"
+RESULTS = Path(__file__).parent / "results"
 FRACTIONS = (0.6, 0.4)
 WITHIN = 0.05  # predicted ratio / measured ratio
 PEAK_WITHIN = 0.01
@@ -167,16 +169,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     chosen = QUICK if arguments.quick else {name: REDUCED[name] for name in arguments.models or REDUCED}
-    rows: list[Row] = []
+    stored = RESULTS / "cost_accuracy.json"
+    known: dict[str, list[Row]] = json.loads(stored.read_text()) if stored.exists() and not arguments.quick else {}
     for name, factory in chosen.items():
-        for row in rows_of(name, factory(), arguments.repeats):
-            rows.append(row)
-            print("  ".join(cells(row)), file=sys.stderr, flush=True)
+        known[name] = list(rows_of(name, factory(), arguments.repeats))
         gc.collect()
-    text = report(rows, arguments.repeats)
-    print(text)
-    if not arguments.quick and not arguments.models:
-        RESULTS.write_text(text + "\n")
+    rows = [row for name in chosen for row in known[name]]
+    if not arguments.quick:
+        rows = [row for name in REDUCED for row in known.get(name, ())]
+        stored.write_text(json.dumps(known, indent=1) + "\n")
+        (RESULTS / "cost_accuracy.txt").write_text(report(rows, arguments.repeats) + "\n")
+    print(report(rows, arguments.repeats))
     return 0 if all(holds for _, holds in checks(rows)) else 1
 
 
