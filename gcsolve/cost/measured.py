@@ -130,7 +130,7 @@ def measure(node: fx.Node, device: DeviceSpec) -> OpRun | None:
 
 def op_seconds(run: Callable[[], Any], device: DeviceSpec) -> float:
     """Seconds of one `run()`: the mean of the three fastest samples once they agree, or when time is up."""
-    sample = _cuda_seconds if device.kind == "cuda" else _wall_seconds
+    sample = _cuda_seconds if device.kind == "cuda" else _host_seconds
     sample(run, 1)  # libraries choose algorithms and make their handles
     calls = max(1, math.ceil(MIN_SAMPLE_S / max(sample(run, 1), 1e-7)))
     samples: list[float] = []
@@ -142,11 +142,13 @@ def op_seconds(run: Callable[[], Any], device: DeviceSpec) -> float:
             return sum(fastest) / 3
 
 
-def _wall_seconds(run: Callable[[], Any], calls: int) -> float:
-    started = time.perf_counter()
+def _host_seconds(run: Callable[[], Any], calls: int) -> float:
+    """Of one thread, CPU seconds: what other processes take meanwhile is not the op's. Of several, wall seconds."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
     for _ in range(calls):
         run()
-    return (time.perf_counter() - started) / calls
+    return (clock() - started) / calls
 
 
 def _cuda_seconds(run: Callable[[], Any], calls: int) -> float:
