@@ -62,18 +62,19 @@ def _double(before: int, after: int) -> nn.Sequential:
     )
 
 
-def gpt2(layers: int = 12, width: int = 768, batch: int = 4, length: int = 512) -> Case:
+def gpt2(layers: int = 12, width: int = 768, batch: int = 4, length: int = 512, vocabulary: int = 50257) -> Case:
     """Hugging Face GPT-2 with labels and dropout 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, n_embd=width, n_head=max(1, width // 64), use_cache=False)
+    heads = max(1, width // 64)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, use_cache=False)
     model = GPT2LMHeadModel(config).train()
     tokens = torch.randint(0, config.vocab_size, (batch, length))
     return model, {"input_ids": tokens, "labels": tokens.clone()}, None
 
 
-def llama(layers: int = 8, width: int = 512, batch: int = 2, length: int = 512) -> Case:
+def llama(layers: int = 8, width: int = 512, batch: int = 2, length: int = 512, vocabulary: int = 32000) -> Case:
     """A Hugging Face Llama with grouped-query attention (four query heads a key head) and labels."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -85,7 +86,7 @@ def llama(layers: int = 8, width: int = 512, batch: int = 2, length: int = 512) 
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 4,
-        vocab_size=32000,
+        vocab_size=vocabulary,
         use_cache=False,
     )
     model = LlamaForCausalLM(config).train()
