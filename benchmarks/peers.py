@@ -12,7 +12,8 @@
 For each: measured peak of one step, FLOPs over eager's, step time over eager's, and whether gradients and buffers equal
 eager's. Then gcsolve's plan at that very peak, measured the same way. Times are CPU seconds of all threads (the clock to
 trust on a machine that does other things too), medians of interleaved steps; eager is timed twice, and the ratio of the
-two is the noise. gcsolve plans for the least time by its roofline; "(fewest)" is what a plan with cost="flops" reaches. Results go to benchmarks/results/peers.{json,txt,png}; --quick runs smaller models and writes nothing.
+two is the noise. gcsolve plans for the least time by its roofline; "(fewest)" is what its plan with cost="flops" reaches.
+Results go to benchmarks/results/peers.{json,txt,png}; --quick runs smaller models and writes nothing.
 """
 
 from __future__ import annotations
