@@ -324,12 +324,13 @@ HEADS = ("peer", "peak MB", "extra FLOPs", "step time", "same as eager", "gcsolv
          "(fewest)", "step time", "same as eager", "verdict")  # fmt: skip
 
 
-def verdict(peer: Row, ours: Row) -> str:
-    """What the pair shows, in words; FLOPs to 0.1 %, times to `TIE`."""
+def verdict(peer: Row, ours: Row, noise: float) -> str:
+    """What the pair shows, in words; FLOPs to 0.1 %, times to `TIE` or the noise, whichever is wider."""
     flops = ours["extra_flops"] - peer["extra_flops"]
     ratio = ours["time_ratio"] / peer["time_ratio"]
     counted = "fewer FLOPs" if flops < -0.001 else "same FLOPs" if flops <= 0.001 else f"MORE FLOPs (+{flops:.1%})"
-    timed = "faster" if ratio < 1 / TIE else "as fast" if ratio <= TIE else "SLOWER"
+    tie = max(TIE, noise, 1 / noise)
+    timed = "faster" if ratio < 1 / tie else "as fast" if ratio <= tie else "SLOWER"
     told = [counted, f"{timed} (x {ratio:.3f})"]
     if "WRONG" in peer["same"] or "MISSING" in peer["same"] or "DIFFER" in peer["same"]:
         told.append("peer trains something else")
@@ -356,7 +357,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
                 continue
             right = [mb(ours["peak_bytes"]), f"{ours['extra_flops']:.1%}", f"{ours['least_flops']:.1%}"]
             right += [f"x {ours['time_ratio']:.3f}", ours["same"]]
-            body.append([*left, *right, verdict(row, ours)])
+            body.append([*left, *right, verdict(row, ours, found["noise"])])
         yield from table(HEADS, body)
         yield ""
 
