@@ -80,10 +80,10 @@ SUBJECTS = {
         lambda model: list(model.transformer.h),
     ),
     "llama": Subject(
-        functools.partial(models.llama, layers=9, width=384, batch=2, length=256, vocabulary=8192),
+        functools.partial(models.llama, layers=9, width=256, batch=2, length=128, vocabulary=4096),
         lambda model: list(model.model.layers),
     ),
-    "resnet50": Subject(functools.partial(models.resnet50, batch=4, size=128), _residual_blocks),
+    "resnet50": Subject(functools.partial(models.resnet50, batch=2, size=96), _residual_blocks),
 }
 QUICK = {
     "gpt2": Subject(
