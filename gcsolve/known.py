@@ -113,7 +113,7 @@ class KnownValues(TorchFunctionMode):
         if self.knows(changed) and (name in _ARITHMETIC or name in _WRITTEN):
             real_args, real_kwargs, found = self._real(args, kwargs)
             if all(map(self.knows, found)):
-                with no_modes(), torch.no_grad():
+                with no_modes():
                     func(*real_args, **real_kwargs)
                 return
         if isinstance(changed, torch.Tensor):
@@ -135,7 +135,7 @@ class KnownValues(TorchFunctionMode):
         real_args, real_kwargs, found = self._real(args, kwargs)
         if not ((name in _FACTORIES and not found) or (name in _ARITHMETIC and found and all(map(self.knows, found)))):
             return
-        with no_modes(), torch.no_grad():
+        with no_modes():  # without no_grad, which the trace would record: nothing here needs a gradient
             try:
                 value = func(*real_args, **real_kwargs)
             except Exception:  # an operand of another kind (a symbolic size): then it is not known
