@@ -47,6 +47,7 @@ class Seen:
     `takes_gradient`, `differentiable`: as in `Trace`. `calls`: torch functions called. `uses_autograd`: forward does
     something with autograd itself, which must be traced where it happens. `stored`: names of the attributes that hold
     other tensors now. `settings`: plain values set on the model's modules; they are left set.
+    `sets_default_dtype`: some of forward ran under another default dtype than the call.
     """
 
     output: Template
@@ -58,6 +59,7 @@ class Seen:
     arguments_changed: bool
     stored: tuple[str, ...]
     settings: tuple[Setting, ...]
+    sets_default_dtype: bool
 
 
 class Last:
@@ -146,6 +148,7 @@ class Flat(nn.Module):
             changed is not None,
             tuple(written.tensors),
             written.settings,
+            rehearsed.sets_default_dtype,
         )
         return tuple(t.detach() if d and not k else t for t, d, k in zip(outputs, differentiable, takes, strict=True))
 

@@ -157,7 +157,7 @@ def capture_joint(
     Args:
         stand_ins: the generators that the model may draw from.
         exported: export first, which takes more models and knows modules and source lines. It sees no autograd: a model
-            that brings its own (an autograd.Function, a gradient taken in forward) is traced directly.
+            that takes gradients in forward is traced directly, and so is one that sets the default dtype.
         on_cpu: tensors on the CPU stay there, and its kernels' own ways are followed.
 
     Raises:

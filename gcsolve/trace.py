@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from gcsolve import batchnorm
 from gcsolve._torch import global_module_hooks
@@ -151,7 +151,7 @@ def _traced(
         try:
             settings = _rehearse(flat, mode, flat_inputs)
             assert flat.last.seen is not None
-            exported = not flat.last.seen.uses_autograd
+            exported = not (flat.last.seen.uses_autograd or flat.last.seen.sets_default_dtype)
             flat.last.expected = flat.last.seen.calls if exported else None
             fakes = [fake_tensor(mode, t) for t in flat_inputs]
             joint = capture_joint(flat, fakes, mode, stand_ins, exported=exported, on_cpu=kernels is None)
@@ -167,6 +167,8 @@ def _traced(
             f"no output of {type(model).__name__} needs a gradient: every parameter and input has requires_grad=False, "
             "or the output is detached; there is no backward to plan"
         )
+    if seen.sets_default_dtype:
+        _name_default_dtypes(joint)
     name_of = {at: name for name, at in attributes.items() if at >= len(tensors)}
     inputs = tuple(
         ("attribute", name_of[name]) if kind == "input" and name in name_of else (kind, name)
@@ -194,6 +196,24 @@ def _traced(
         kernels.device.kind if kernels else "",
         tuple(kernels.used) if kernels else (),
     )
+
+
+def _name_default_dtypes(joint: Joint) -> None:
+    """Name the dtype where forward has set the default; refuse an op that takes it from there and has no argument for it."""
+    for node in joint.graph_module.graph.nodes:
+        made = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(made, torch.Tensor) or not made.is_floating_point():
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        with made.fake_mode:
+            dtype = node.target(*args, **kwargs).dtype
+        if dtype != made.dtype and any(argument.name == "dtype" for argument in node.target._schema.arguments):
+            node.kwargs = {**node.kwargs, "dtype": made.dtype}
+        elif dtype != made.dtype:
+            raise TraceError(
+                f"forward sets the default dtype, and {node.target} takes it from there ({made.dtype} in forward, {dtype} in a "
+                "planned step); name the dtype in that call, or set the default around the call of the model"
+            )
 
 
 def _rehearse(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[Setting, ...]:

@@ -197,13 +197,23 @@ def verify(
     found_state = _generator_state(device)
     held_grads = [(t, t.grad) for t in flatten((args, kwargs), "example_input")[0]]
     try:
-        eager = _Runner(copy.deepcopy(model), plan, args, kwargs, loss, optimizer)
-        planned = _Runner(copy.deepcopy(plan.module), plan, args, kwargs, None, optimizer)
+        eager = _Runner(_copied(model), plan, args, kwargs, loss, optimizer)
+        planned = _Runner(_copied(plan.module), plan, args, kwargs, None, optimizer)
         return _compared(plan, eager, planned, steps, repeats)
     finally:
         _set_generator_state(found_state, device)
         for tensor, grad in held_grads:
             tensor.grad = grad
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ArgumentError(
+            f"verify trains a copy of the model, and copy.deepcopy refuses ({type(error).__name__}: {error}); an attribute "
+            "that holds the result of a computation (a weight made by torch.nn.utils.weight_norm) is the usual reason"
+        ) from error
 
 
 def _compared(plan: Plan, eager: _Runner, planned: _Runner, steps: int, repeats: int) -> VerifyReport:

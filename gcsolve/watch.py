@@ -265,10 +265,13 @@ class Rehearsed(TorchFunctionMode):
         self.expected, self.line = calls, line
         self.calls: list[Any] = []
         self.uses_autograd = False
+        self.default_dtype = torch.get_default_dtype()
+        self.sets_default_dtype = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = (func, token((args, kwargs), lambda t: (tuple(t.shape), t.dtype), set()))
+        self.sets_default_dtype |= torch.get_default_dtype() != self.default_dtype
         self.uses_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
         result = func(*args, **kwargs)
         if isinstance(result, _PLAIN) and result is not None:

@@ -303,6 +303,8 @@ def test_hooks_of_torch_itself_that_make_a_weight(part: Callable[[], nn.Module],
         return part() if whole else nn.Sequential(part(), nn.Tanh(), nn.Linear(8, 8))
 
     assert_built_trains_the_same(build, x(16, 8))
+    with pytest.raises(gcsolve.ArgumentError, match="verify trains a copy"):
+        gcsolve.solve(build(), x(16, 8), budget="1MB").verify(steps=1)
 
 
 def test_batch_norm_under_no_grad_in_training_mode_counts_too() -> None:

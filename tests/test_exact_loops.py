@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import gcsolve
-from gcsolve.errors import CallError
+from gcsolve.errors import CallError, TraceError
 from gcsolve.measure import PeakMeter
 from tests import models
 from tests.test_exact import KeepNothing
@@ -189,6 +189,27 @@ def test_the_default_dtype_around_the_call_only() -> None:
             outputs[-1].sum().backward()
         left.append([*outputs, *_gradients(module)])
     _equal(left)
+
+
+class _SetsDefault(nn.Module):
+    def __init__(self, explicit: bool) -> None:
+        super().__init__()
+        self.a, self.explicit = nn.Linear(8, 8), explicit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            places = torch.arange(8, dtype=torch.float64 if self.explicit else None)
+            return torch.tanh(self.a(x)).double() * torch.ones(8) + places / 3 + torch.rand(8)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_inside_forward_only() -> None:
+    torch.manual_seed(0)
+    assert_trains_the_same(_SetsDefault(explicit=True), x(4, 8))
+    with pytest.raises(TraceError, match=r"sets the default dtype, and aten\.div.* \(torch\.float64 in forward"):
+        gcsolve.solve(_SetsDefault(explicit=False), x(4, 8), budget=1.0)
 
 
 def test_grad_scaler_with_float16_and_clipping() -> None:
