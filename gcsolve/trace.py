@@ -201,11 +201,11 @@ def _traced(
 def _name_default_dtypes(joint: Joint) -> None:
     """Name the dtype where forward has set the default; refuse an op that takes it from there and has no argument for it."""
     for node in joint.graph_module.graph.nodes:
-        made = node.meta.get("val")
+        made: Any = node.meta.get("val")
         if node.op != "call_function" or not isinstance(made, torch.Tensor) or not made.is_floating_point():
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        with made.fake_mode:
+        with node.meta["val"].fake_mode:
             dtype = node.target(*args, **kwargs).dtype
         if dtype != made.dtype and any(argument.name == "dtype" for argument in node.target._schema.arguments):
             node.kwargs = {**node.kwargs, "dtype": made.dtype}
