@@ -176,7 +176,10 @@ class Compiled(nn.Module):
         self.flops = 0
         self.inner = model
         backend = aot_autograd(
-            fw_compiler=self._counted, bw_compiler=self._counted, partition_fn=min_cut_rematerialization_partition
+            fw_compiler=self._counted,
+            bw_compiler=self._counted,
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,  # as torch's own aot_eager: BatchNorm's statistics are written in the graph
         )
         self.compiled = torch.compile(model, backend=backend)
 
@@ -264,7 +267,7 @@ def run_subject(name: str, subject: Subject, repeats: int) -> Row:
         try:
             rows[peer] = measured(module, example)
         except Exception as error:
-            rows[peer] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+            rows[peer] = {"failed": f"{type(error).__name__}: {str(error)[:60].splitlines()[0] if str(error) else ''}"}
             continue
         arms[peer] = module
     eager = rows["eager"]
