@@ -123,7 +123,7 @@ def test_the_bound_of_a_larger_budget_holds_at_a_smaller_one() -> None:
     ax = pyplot.subplots()[1]
     draw_bound(ax, {60: 0.1, 80: 0.2, 100: 0.0}, 50, 1.0)
     vertices = ax.collections[0].get_paths()[0].vertices
-    assert max(y for x, y in vertices if x <= 60) == pytest.approx(20)
+    assert max(y for x, y in vertices if x < 60) == pytest.approx(20)
     assert max((y for x, y in vertices if x > 80), default=0) == 0
     pyplot.close("all")
 
