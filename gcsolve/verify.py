@@ -85,12 +85,13 @@ class VerifyReport:
     def summary(self) -> str:
         """The four acceptance checks as text."""
         equal = "all bitwise equal" if not self.differences else "NOT equal: " + "; ".join(self.differences[:5])
+        timed = f"{self.step_s:.3f} s, untouched model {self.eager_step_s:.3f} s (x {self.time_ratio:.3f})"
         return "\n".join(
             [
                 f"peak: measured {size_text(self.measured_peak_bytes)}, predicted {size_text(self.predicted_peak_bytes)} "
                 f"({self.prediction_error:+.2%}), budget {size_text(self.budget_bytes)} "
                 f"{'kept' if self.within_budget else 'EXCEEDED'}; untouched model {size_text(self.eager_peak_bytes)}",
-                f"step time: {self.step_s:.3f} s, untouched model {self.eager_step_s:.3f} s (x {self.time_ratio:.3f})",
+                f"step time: {timed if self.eager_step_s else 'not taken'}",
                 f"loss: {', '.join(f'{x:.6g}' for x in self.losses)}; "
                 f"untouched model {', '.join(f'{x:.6g}' for x in self.eager_losses)}",
                 f"{self.steps} steps: outputs, gradients, parameters, buffers, generator state: {equal}",
