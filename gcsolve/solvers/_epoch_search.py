@@ -15,7 +15,7 @@ import numpy as np
 from gcsolve.problem import Problem
 from gcsolve.solvers._epochs import EpochProgram
 from gcsolve.solvers._mend import mended
-from gcsolve.solvers._orders import OrderReplay, OrderRun
+from gcsolve.solvers._orders import OrderReplay, OrderRun, stages_of
 from gcsolve.solvers.greedy import needed, thinned
 
 LOOSE_GAP = 0.02
@@ -115,13 +115,3 @@ class EpochSearch:
                 self.moments.update((stages[at] - 1, stages[at]))
                 count += 1
         return count
-
-
-def stages_of(order: tuple[int, ...]) -> list[int]:
-    """For each place the node that runs there or next for the first time."""
-    stages, top = [], 0
-    for i in order:
-        stages.append(top)
-        if i == top:
-            top += 1
-    return stages

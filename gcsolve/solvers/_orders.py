@@ -88,6 +88,16 @@ class OrderReplay:
         return OrderRun(tuple(order), total, max(0.0, rerun_cost), table[:, 0], table[:, 1], table[:, 2])
 
 
+def stages_of(order: Sequence[int]) -> list[int]:
+    """For each place the node that runs there or next for the first time."""
+    stage, top = [], 0
+    for i in order:
+        stage.append(top)
+        if i == top:
+            top += 1
+    return stage
+
+
 def best_order(runs: Iterable[OrderRun], budget_bytes: int) -> OrderRun:
     """The cheapest run within the budget (ties: least peak, then first), or the least peak when none fits."""
     runs = list(runs)

@@ -36,7 +36,7 @@ from typing import ClassVar
 
 from gcsolve.problem import Problem
 from gcsolve.solvers._evict import evicting_order
-from gcsolve.solvers._orders import OrderReplay, OrderRun, best_order, judged_order
+from gcsolve.solvers._orders import OrderReplay, OrderRun, best_order, judged_order, stages_of
 from gcsolve.solvers.base import Solution
 
 WORK = 400_000
@@ -361,13 +361,3 @@ class _Moment:
             spans = self.spans[u]
             at = bisect_right(spans, (self.stage, 1 << 60)) - 1
             spans[at] = (spans[at][0], max(spans[at][1], until))
-
-
-def stages_of(order: tuple[int, ...]) -> list[int]:
-    """For each place the node that runs there or next for the first time."""
-    stage, top = [], 0
-    for i in order:
-        stage.append(top)
-        if i == top:
-            top += 1
-    return stage
