@@ -371,20 +371,25 @@ def test_copying_and_pickling() -> None:
 
 
 def test_two_threads_plan_and_train() -> None:
-    """At once: no trace disturbs another, and no replay of a dropout meets another thread's draw."""
+    """At once: no trace disturbs another, and no replay of a dropout meets another thread's draw.
+
+    They train when both have planned: while one thread plans, the untouched model itself rounds otherwise in another.
+    """
     problems: list[BaseException] = []
+    planned_both = threading.Barrier(2, timeout=600)
 
     def work(k: int) -> None:
         try:
             model = models.MLP(3, 16)
             plain = copy.deepcopy(model)
             planned = gcsolve.solve(model, x(8 + k, 16), budget="1MB").module
+            drop = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
+            dropped = gcsolve.solve(drop, x(512, 16).requires_grad_(), budget="1GB", solver=KeepNothing()).module
+            planned_both.wait()
             for _ in range(5):
                 for module in (plain, planned):
                     total(module(x(8 + k, 16))).backward()
             assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-            drop = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
-            dropped = gcsolve.solve(drop, x(512, 16).requires_grad_(), budget="1GB", solver=KeepNothing()).module
             drop[0].weight.data.copy_(torch.eye(16))
             drop[0].bias.data.zero_()
             for _ in range(30):
