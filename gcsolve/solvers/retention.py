@@ -131,11 +131,12 @@ class Retention:
             run = replay.run(begin)
         else:
             run = replay.run(order)
-            if bounds.gap(ANY_SCHEDULE, run.rerun_cost / (problem.total_cost or 1.0)) <= gap + ROUNDING:
+            overhead = run.rerun_cost / (problem.total_cost or 1.0)
+            if bounds.gap(ANY_SCHEDULE, overhead) <= gap + ROUNDING:
                 return order, bounds, None
             if self.begin is not None:
                 run = best_order([run, replay.run(self.begin)], problem.budget_bytes)
-            if bounds.gap(ONE_RERUN, replay.run(order).rerun_cost / (problem.total_cost or 1.0)) <= gap + ROUNDING:
+            if bounds.gap(ONE_RERUN, overhead) <= gap + ROUNDING:
                 finish = min(finish, now + FINER_SHARE * time_limit_s)
         search = EpochSearch(problem, run if run.peak_bytes <= problem.budget_bytes else None, gap=gap, deadline=finish)
         search.run()
