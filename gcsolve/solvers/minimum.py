@@ -4,12 +4,17 @@ Bisection over the budget. A probe asks the MILP of `retention.py` for any plan 
 with a loose gap: it leads to plans much faster than minimising the peak itself), replays it, repairs it, adds the rows
 that overflow, and asks again. A plan lowers the upper end; a proof of infeasibility raises the lower one; a probe that
 runs out of its time share does neither. `minimum_any_budget` does the same with `_epoch_search.py`, for any number of
-reruns. `peak_floor` is the instant bound: no schedule at all runs a node in less than
-what it reads, makes and works in, plus what always lives.
+reruns.
+
+`peak_floor` holds for every schedule. A node takes what it reads, makes and works in, plus what always lives. And whatever
+must be live together was not there together before: when the last of it was made, the rest was live beside what that
+node read. So from a node's inputs one goes back, always to the cheapest of the nodes that may have run last: a search
+for the path with the least bottleneck, cut short where it takes long.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +24,7 @@ import numpy as np
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule, order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
+from gcsolve.solvers._bitsets import bits, members
 from gcsolve.solvers._epoch_search import EpochSearch
 from gcsolve.solvers._kept import KeptReplay, KeptRun
 from gcsolve.solvers._program import Choices, Program, add_overflowing
@@ -33,6 +39,8 @@ TIED_SHARE = 0.3
 PROBE_GAP = 0.005
 PROBE_SHARE = 0.25
 """A probe may take this share of the time that is left."""
+WAYS = 1000
+"""Sets looked at on the ways back from one node."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,52 @@ def peak_floor(problem: Problem) -> tuple[int, int]:
         total = graph.external_bytes + int(always[i]) + own + node.workspace_bytes
         if total > best:
             best, best_node = total, i
+    ways = _Ways(problem)
+    for i, node in enumerate(graph.nodes):
+        if len(node.inputs) > 1 and ways.one_step_bytes(i) > best:
+            total = ways.bottleneck(i, best)
+            if total > best:
+                best, best_node = total, i
     return best, best_node
+
+
+class _Ways:
+    """Backwards from the inputs of a node: sets of values that must be live together."""
+
+    def __init__(self, problem: Problem) -> None:
+        graph = problem.graph
+        self.external_bytes = graph.external_bytes
+        self.size = [v.size_bytes for v in graph.values]
+        self.producer = [v.producer for v in graph.values]
+        self.workspace = [n.workspace_bytes for n in graph.nodes]
+        self.inputs = [bits(n.inputs) for n in graph.nodes]
+        self.outputs = [bits(n.outputs) for n in graph.nodes]
+
+    def bytes(self, state: int, i: int) -> int:
+        """What is live while i runs to make part of `state`, the rest of which is live."""
+        together = state | self.inputs[i] | self.outputs[i]
+        return self.external_bytes + self.workspace[i] + sum(self.size[v] for v in members(together))
+
+    def one_step_bytes(self, i: int) -> int:
+        """The least that one step back takes."""
+        state = self.inputs[i]
+        return min(self.bytes(state, self.producer[v]) for v in members(state))
+
+    def bottleneck(self, i: int, floor: int) -> int:
+        """Bytes that every way to the inputs of i takes at some moment; `floor` where that is not shown to be more."""
+        start = self.inputs[i]
+        heap = [(floor, 0, start)]
+        seen = {start}
+        while heap:
+            least, _, state = heapq.heappop(heap)
+            if not state or len(seen) > WAYS:
+                return least
+            for q in dict.fromkeys(self.producer[v] for v in members(state)):
+                back = (state & ~self.outputs[q]) | self.inputs[q]
+                if back not in seen:
+                    seen.add(back)
+                    heapq.heappush(heap, (max(least, self.bytes(state, q)), -len(seen), back))
+        return floor
 
 
 def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:

@@ -32,7 +32,8 @@ is a true lower bound for the class (certificate `ONE_RERUN`). `anybound.py` add
 asked gap long before its own optimum fits.
 
 **More epochs.** Where one rerun a value does not fit, the graph has no backward, or the bound for any schedule still
-leaves more than the gap, `_epoch_search.py` goes on with any number of reruns, also inside the forward.
+leaves more than the gap, `_epoch_search.py` goes on with any number of reruns, also inside the forward. Where the greedy
+has no plan for it to begin with, `_beam.py` looks for one.
 
 After Jain et al., "Checkmate" (MLSys 2020) and Bartan et al., "Moccasin" (ICML 2023); differs in that memory is held
 in rows of a few moments, not of all n².
@@ -48,21 +49,22 @@ from typing import ClassVar
 from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
+from gcsolve.solvers._beam import beam_order
 from gcsolve.solvers._epoch_search import EpochSearch
 from gcsolve.solvers._kept import KeptReplay, KeptRun
-from gcsolve.solvers._orders import OrderReplay, best_order
+from gcsolve.solvers._orders import OrderReplay, OrderRun, best_order
 from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import improve, repair, starts
 from gcsolve.solvers.anybound import any_schedule_bound
 from gcsolve.solvers.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, ROUNDING, Solution, Status, judged, unanswered
 from gcsolve.solvers.blocks import twins
-from gcsolve.solvers.greedy import greedy_order
+from gcsolve.solvers.greedy import greedy_order, thinned
 from gcsolve.solvers.minimum import minimum_peak, peak_floor
 
 ONE_EPOCH_SHARE = 0.5
 """Of the time, for one rerun a value."""
-GREEDY_SHARE = 0.25
-"""Of the time that is then left, for the greedy's plan."""
+BEGIN_SHARE = 0.5
+"""Of the time that is then left, for a plan to begin with."""
 FINER_SHARE = 0.15
 """Of the time, for more reruns where one a value fits and is proven to be within the gap of its class."""
 LOOSE_GAP = 0.02
@@ -127,8 +129,7 @@ class Retention:
         replay = OrderReplay(problem)
         now = time.perf_counter()
         if order is None:
-            begin = self.begin or greedy_order(problem, deadline=now + GREEDY_SHARE * (finish - now)).order
-            run = replay.run(begin)
+            run = replay.run(self.begin) if self.begin else _some_plan(problem, now + BEGIN_SHARE * (finish - now))
         else:
             run = replay.run(order)
             overhead = run.rerun_cost / (problem.total_cost or 1.0)
@@ -161,6 +162,17 @@ class Retention:
             least_bytes=least.bytes if least else None,
             least_node=least.node if least else None,
         )
+
+
+def _some_plan(problem: Problem, deadline: float) -> OrderRun:
+    """The greedy's plan; where it does not fit, the beam's, if that finds one."""
+    run = greedy_order(problem, deadline=deadline)
+    if run.peak_bytes > problem.budget_bytes:
+        order = beam_order(problem, deadline=deadline)
+        if order is not None:
+            replay = OrderReplay(problem)
+            run = thinned(replay, replay.run(order), deadline)
+    return run
 
 
 @dataclass(frozen=True)
