@@ -94,21 +94,22 @@ def llama(layers: int = 8, width: int = 512, batch: int = 2, length: int = 512, 
     return model, {"input_ids": tokens, "labels": tokens.clone()}, None
 
 
-def resnet50(batch: int = 8, size: int = 224) -> Case:
-    """torchvision's ResNet-50."""
-    import torchvision
+def resnet50(batch: int = 8, size: int = 224, blocks: tuple[int, ...] = (3, 4, 6, 3)) -> Case:
+    """torchvision's ResNet-50, or one with other numbers of blocks."""
+    from torchvision.models.resnet import Bottleneck, ResNet
 
     torch.manual_seed(0)
-    model = WithLoss(torchvision.models.resnet50(weights=None)).train()
+    model = WithLoss(ResNet(Bottleneck, list(blocks))).train()
     return model, (torch.randn(batch, 3, size, size), torch.randint(0, 1000, (batch,))), None
 
 
-def vit_small(batch: int = 8, size: int = 224) -> Case:
+def vit_small(batch: int = 8, size: int = 224, depth: int = 12) -> Case:
     """timm's ViT-S/16."""
     import timm
 
     torch.manual_seed(0)
-    model = WithLoss(timm.create_model("vit_small_patch16_224", pretrained=False, img_size=size)).train()
+    made = timm.create_model("vit_small_patch16_224", pretrained=False, img_size=size, depth=depth)
+    model = WithLoss(made).train()
     return model, (torch.randn(batch, 3, size, size), torch.randint(0, 1000, (batch,))), None
 
 

@@ -68,14 +68,17 @@ def draw_and_remember(device: torch.device, op: Callable[..., Any], /, *args: An
 
 
 def replay(state: torch.Tensor, device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`op(*args, **kwargs)` from generator state `state`; the generator is left as it was found."""
+    """`op(*args, **kwargs)` from generator state `state`; the generator is left as it was found.
+
+    What was found waits outside torch's allocator, so that a replay takes no more memory than the first run did.
+    """
     with _DRAWING:
-        now = rng_state(device)
+        now = bytearray(rng_state(device).numpy())
         set_rng_state(state, device)
         try:
             return op(*args, **kwargs)
         finally:
-            set_rng_state(now, device)
+            set_rng_state(torch.frombuffer(now, dtype=torch.uint8), device)
 
 
 class _Half:

@@ -9,7 +9,7 @@ meets the budget.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,10 @@ from gcsolve.from_fx import tensors_of
 from gcsolve.progress import shown
 from gcsolve.report.tables import text_table
 from gcsolve.report.timeline import timeline
-from gcsolve.schedule import Schedule
 from gcsolve.simulate import simulate
 from gcsolve.solvers.base import Solver
 from gcsolve.solvers.front import solve_problem
-from gcsolve.solvers.minimum import peak_floor
+from gcsolve.solvers.minimum import alive_at_least, peak_floor
 from gcsolve.trace import parse_example
 
 WORTH_SAYING = 0.15  # of the peak: what takes less is not advised about
@@ -40,9 +39,10 @@ class FitRow:
     """One batch size. Bytes are predicted peaks of a whole step.
 
     `peak_bytes`, `overhead`: of the plan that fits, None when none does; `least_bytes`: the least peak found with any
-    number of reruns; no schedule at all is below `floor_bytes`. `peak_at`: the op at the peak of the plan that fits, else
-    of the one with the least peak; `parts`: (kind, bytes) there, largest first, the logits and what has their size apart
-    from other activations; `advice`: what would lower that peak, most first.
+    number of reruns; no schedule at all is below `floor_bytes`, and where that is above the budget nothing else is looked
+    for (`least_bytes` is the floor then). `peak_at`: the op at the peak of the plan that fits, else of the one with the
+    least peak, else the op that sets the floor; `parts`: (kind, bytes) there, largest first, the logits and what has their
+    size apart from other activations; `advice`: what would lower that peak, most first.
     """
 
     batch: int
@@ -58,6 +58,11 @@ class FitRow:
     @property
     def fits(self) -> bool:
         return self.peak_bytes is not None
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no schedule at all fits, proven."""
+        return not self.fits and self.least_bytes == self.floor_bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ class Fit:
         says = "none of the batch sizes tried fits" if fitting is None else f"batch {fitting} fits"
         heads = ("batch", "store-all", "least", "plan that fits", "overhead", "at the peak")
         parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in limit.parts)
-        what = "its peak" if limit.fits else f"no plan: short of {size_text(limit.least_bytes - self.budget_bytes)}"
+        short = size_text(limit.least_bytes - self.budget_bytes)
+        proven = f"short of {short}, whatever is recomputed" if limit.hopeless else f"short of {short}"
+        what = "its peak" if limit.fits else f"no plan: {proven}"
         return "\n".join(
             [
                 f"{self.device}, {size_text(self.budget_bytes)} to use: {says}",
@@ -96,7 +103,8 @@ class Fit:
 
 def _cells(row: FitRow) -> tuple[str, ...]:
     plan = ("none", "") if row.peak_bytes is None else (size_text(row.peak_bytes), f"{row.overhead:.2%}")
-    return (str(row.batch), size_text(row.store_all_bytes), size_text(row.least_bytes), *plan, row.peak_at)
+    least = f"{'≥ ' if row.hopeless else ''}{size_text(row.least_bytes)}"
+    return (str(row.batch), size_text(row.store_all_bytes), least, *plan, row.peak_at)
 
 
 def fit(
@@ -228,7 +236,9 @@ def _searched(sizes: list[int], found: dict[int, FitRow], memory: list[tuple[str
 def _row(batch: int, session: Session, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> FitRow:
     made = session.made
     problem = made.costed.problem
-    floor, _ = peak_floor(problem)
+    floor, at = peak_floor(problem)
+    if floor > allowed:
+        return _row_at_floor(batch, made, floor, at)
     least = solve_problem(problem.with_budget(floor), "greedy", time_limit_s=time_limit_s)
     shown_schedule, peak, overhead, least_bytes = least.schedule, None, None, least.peak_bytes
     try:
@@ -239,11 +249,35 @@ def _row(batch: int, session: Session, allowed: int, solver: str | Solver, time_
         least_bytes = min(least_bytes, error.least_bytes or least_bytes)
     assert shown_schedule is not None
     replay = simulate(problem, shown_schedule)
-    at: Any = shown_schedule.actions[replay.peak_action]
-    node = problem.graph.nodes[at.node]
-    parts = _parts(made.costed, shown_schedule, dict(replay.breakdown))
-    advice = _advice(parts, replay.peak_bytes, node.where(), at.node == len(problem.graph.nodes) - 1)
-    return FitRow(batch, made.store_all_bytes, least_bytes, floor, peak, overhead, node.where(), parts, advice)
+    line = timeline(problem, shown_schedule)
+    action: Any = shown_schedule.actions[replay.peak_action]
+    live = [life.value for life in line.alive(line.peak)]
+    return FitRow(
+        batch, made.store_all_bytes, least_bytes, floor, peak, overhead,
+        *_told(made.costed, action.node, live, dict(replay.breakdown)),
+    )  # fmt: skip
+
+
+def _row_at_floor(batch: int, made: TracedCall, floor: int, at: int) -> FitRow:
+    """The row of a batch that no schedule makes fit: what node `at` needs at the least (-1: what always lives)."""
+    graph = made.costed.problem.graph
+    kinds: dict[str, int] = {}
+    live = alive_at_least(graph, at)
+    for kind, size in (*graph.external, *((graph.values[v].kind, graph.values[v].size_bytes) for v in live)):
+        kinds[kind] = kinds.get(kind, 0) + size
+    if at >= 0:
+        kinds["workspace"] = graph.nodes[at].workspace_bytes
+    return FitRow(batch, made.store_all_bytes, floor, floor, None, None, *_told(made.costed, at, live, kinds))
+
+
+def _told(
+    costed: Costed, at: int, live: Sequence[int], kinds: dict[str, int]
+) -> tuple[str, tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """(where the peak is, what it consists of, what would lower it): node `at` runs while the values `live` are there."""
+    nodes = costed.problem.graph.nodes
+    where = nodes[at].where() if at >= 0 else "every moment of the step"
+    parts = _parts(costed, live, kinds)
+    return where, parts, _advice(parts, sum(size for _, size in parts), where, at == len(nodes) - 1)
 
 
 # --- where the peak sits and what would lower it -----------------------------------------------------------------------
@@ -251,13 +285,11 @@ def _row(batch: int, session: Session, allowed: int, solver: str | Solver, time_
 LOGITS = "logits and their gradient"
 
 
-def _parts(costed: Costed, schedule: Schedule, kinds: dict[str, int]) -> tuple[tuple[str, int], ...]:
+def _parts(costed: Costed, live: Sequence[int], kinds: dict[str, int]) -> tuple[tuple[str, int], ...]:
     """(kind, bytes) at the peak, largest first, with values of the logits' shape as a kind of their own."""
     graph, scores = costed.problem.graph, _logits_elements(costed)
-    logits = 0
-    line = timeline(costed.problem, schedule)
-    for life in line.alive(line.peak) if scores else ():
-        value = graph.values[life.value]
+    kinds, logits = dict(kinds), 0
+    for value in [graph.values[v] for v in live] if scores else ():
         origin = costed.lowered.origin[value.producer]
         made = [t.numel() for t in tensors_of(origin)] if origin is not None else []
         if scores in made and value.kind in kinds:

@@ -298,14 +298,17 @@ class _Lowering:
             self.value_of[node] = len(self.values) - 1
             outputs.append(len(self.values) - 1)
         once = not rerunnable or reads_mutated or not outputs or not may_rerun(node)
+        workspace = self.workspace(node)
         if random and rerunnable:
             self.rng_of[at] = at - 1
+            # Just before it draws, a replay takes the generator's present state once more.
+            workspace = max(workspace, self._rng_state_bytes(node) - sum(self.values[v].size_bytes for v in outputs))
         self._append(
             Node(
                 node.name,
                 reads,
                 tuple(outputs),
-                self.workspace(node),
+                workspace,
                 not once,
                 str(node.target),
                 module_path(node),
@@ -325,13 +328,16 @@ class _Lowering:
             self.external.add(node)
 
     def _add_rng_state(self, node: fx.Node) -> int:
-        on_cpu = not self.trace.target and all(t.device.type == "cpu" for t in tensors_of(node))
-        size = self.round_bytes(CPU_RNG_STATE_BYTES if on_cpu else CUDA_RNG_STATE_BYTES)
+        size = self._rng_state_bytes(node)
         at = len(self.nodes)
         self.values.append(Value(f"{node.name}.rng_state", size, at))
         made = Node(f"{node.name}.rng_state", (), (len(self.values) - 1,), 0, False, "rng_state", module_path(node))
         self._append(made, node)
         return len(self.values) - 1
+
+    def _rng_state_bytes(self, node: fx.Node) -> int:
+        on_cpu = not self.trace.target and all(t.device.type == "cpu" for t in tensors_of(node))
+        return self.round_bytes(CPU_RNG_STATE_BYTES if on_cpu else CUDA_RNG_STATE_BYTES)
 
     def _add_sink(self, name: str, held: Iterable[fx.Node]) -> None:
         self._append(Node(name, self._reads(held), (), rerunnable=False, op=name), None)
@@ -429,12 +435,10 @@ def module_path(node: fx.Node) -> str:
 
 def source_line(node: fx.Node) -> str:
     """ "file:line" of the user's innermost frame, if the trace kept it."""
-    text = node.meta.get("stack_trace") or ""
-    found = ""
-    for line in text.splitlines():
+    for line in reversed((node.meta.get("stack_trace") or "").splitlines()):
         line = line.strip()
         if line.startswith('File "'):
             filename, _, rest = line[6:].partition('", line ')
             if is_user_file(filename):
-                found = f"{shown_path(filename)}:{rest.split(',')[0]}"
-    return found
+                return f"{shown_path(filename)}:{rest.split(',')[0]}"
+    return ""

@@ -87,15 +87,15 @@ class PeakMeter:
         self.peak_bytes, self.end_bytes = peak_of_events(_torch.stop_memory_profile())
 
 
-def interleaved_times(
+def interleaved_samples(
     callables: Sequence[Callable[[], Any]],
     repeats: int = 5,
     *,
     warmup: int = 1,
     device: str | torch.device = "cpu",
     clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Median seconds of each callable, all of them run in turn in every round so that drift hits them alike.
+) -> list[list[float]]:
+    """Seconds of each run of each callable, all of them run in turn in every round so that drift hits them alike.
 
     Args:
         callables: what to time.
@@ -105,7 +105,7 @@ def interleaved_times(
         clock: seconds; `time.process_time` (CPU seconds of all threads) is the one to trust on a busy machine.
 
     Returns:
-        one median a callable, in seconds.
+        for each callable its seconds, one a round, in the order of the rounds.
     """
 
     def finish() -> None:
@@ -122,4 +122,9 @@ def interleaved_times(
             finish()
             if round_ >= 0:
                 seconds[i].append(clock() - started)
-    return [statistics.median(s) for s in seconds]
+    return seconds
+
+
+def interleaved_times(callables: Sequence[Callable[[], Any]], repeats: int = 5, **options: Any) -> list[float]:
+    """Median seconds of each callable; `options` as for `interleaved_samples`."""
+    return [statistics.median(s) for s in interleaved_samples(callables, repeats, **options)]

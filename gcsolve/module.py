@@ -199,15 +199,16 @@ def collect(
     Raises:
         CallError: one of them is on meta, or on the CPU where the step has another device's kernels.
     """
-    where: dict[str, Any] = {
-        "param": dict(model.named_parameters(remove_duplicate=False)),
-        "buffer": dict(model.named_buffers(remove_duplicate=False)),
-        "constant": step.trace.joint.constants,
-        "input": tensors,
-        "source": sources,
-        "attribute": attributes_of(model, torch.Tensor),
-        "generator": attributes_of(model, torch.Generator),
+    places: dict[str, Callable[[], Any]] = {
+        "param": lambda: dict(model.named_parameters(remove_duplicate=False)),
+        "buffer": lambda: dict(model.named_buffers(remove_duplicate=False)),
+        "constant": lambda: step.trace.joint.constants,
+        "input": lambda: tensors,
+        "source": lambda: sources,
+        "attribute": lambda: attributes_of(model, torch.Tensor),
+        "generator": lambda: attributes_of(model, torch.Generator),
     }
+    where = {kind: places[kind]() for kind in {kind for kind, _ in step.trace.joint.inputs}}
     found: list[Any] = []
     for kind, name in step.trace.joint.inputs:
         if kind == "attribute" and name in step.trace.replaced:

@@ -43,7 +43,7 @@ def attributes_of(model: nn.Module, kind: type[T]) -> dict[str, T]:
         attribute_name(path, name): value
         for path, module in model.named_modules(remove_duplicate=False)
         for name, value in vars(module).items()
-        if isinstance(value, kind)
+        if name not in OWN_STATE and isinstance(value, kind)
     }
 
 

@@ -7,6 +7,7 @@ are run (a collective would wait for its peers), and none whose operands would t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -62,8 +63,14 @@ def fits(node: fx.Node, device: DeviceSpec) -> bool:
     sizes = [s for t in tensors for s in (*t.shape, *t.stride())]
     if not all(isinstance(s, int) for s in sizes):
         return False
-    needed = sum(_extent_bytes(t) for t in tensors) + 2 * sum(fresh_output_bytes(node).values())
-    return needed <= MAX_MEMORY_SHARE * free_memory_bytes(device)
+    return operand_bytes(node) + 2 * sum(fresh_output_bytes(node).values()) <= MAX_MEMORY_SHARE * free_memory_bytes(
+        device
+    )
+
+
+def operand_bytes(node: fx.Node) -> int:
+    """Bytes from the first to the last element of every tensor argument."""
+    return sum(_extent_bytes(t) for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor))
 
 
 def fresh_output_bytes(node: fx.Node) -> dict[int, int]:
@@ -75,20 +82,57 @@ def fresh_output_bytes(node: fx.Node) -> dict[int, int]:
 
 
 def run_alone(
-    node: fx.Node, device: DeviceSpec, fills: tuple[Fill, ...], use: Callable[[Callable[[], Any]], Any]
+    node: fx.Node,
+    device: DeviceSpec,
+    fills: tuple[Fill, ...],
+    use: Callable[[Callable[[], Any]], Any],
+    copies: int = 1,
 ) -> Any:
     """`use(run)` of the first filling that the op accepts; None when it will not run on any.
 
     `run()` calls the op once. Autograd, autocast and any tracing mode are off, and the random state is as before after.
+
+    Args:
+        copies: so many sets of operands are used in turn, and of each the last result is kept: with enough of them,
+            operands and results have left the caches when their turn comes. One: nothing is kept.
     """
     with _torch.no_modes(), torch.no_grad(), _torch.disable_autocast(), _random_state_kept(device):
         for fill in fills:
             try:
-                args, kwargs = made_up(node, device, fill)
-                return use(lambda a=args, k=kwargs: node.target(*a, **k))  # type: ignore[operator]
+                first = made_up(node, device, fill)
+                return use(_in_turn(node.target, [first, *(_copied(first) for _ in range(copies - 1))]))
             except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError):
                 continue  # values that this op refuses (a singular matrix), or a kernel that is not built here
     return None
+
+
+def _in_turn(target: Any, operands: list[Any]) -> Callable[[], Any]:
+    if len(operands) == 1:
+        args, kwargs = operands[0]
+        return lambda: target(*args, **kwargs)
+    results: list[Any] = [None] * len(operands)
+    turns = itertools.cycle(range(len(operands)))
+
+    def run() -> Any:
+        at = next(turns)
+        args, kwargs = operands[at]
+        results[at] = target(*args, **kwargs)
+        return results[at]
+
+    return run
+
+
+def _copied(tree: Any) -> Any:
+    """The same tensors elsewhere in memory; one that is there twice stays one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def copy(t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in made:
+            flat = t.as_strided((_extent_bytes(t) // t.element_size(),), (1,)).clone()
+            made[id(t)] = flat.as_strided(t.shape, t.stride())
+        return made[id(t)]
+
+    return _torch.pytree.tree_map_only(torch.Tensor, copy, tree)
 
 
 @contextlib.contextmanager

@@ -121,23 +121,36 @@ def _gpu(
 _COLUMNS = ("float16", "bfloat16", "tf32", "float32", "float64", "float8")
 _NV = "NVIDIA"
 _HALVED = "half of the sparse rate"
+_SIXTY_FOURTH = "float64: 1/64 of float32"
 
 # name, memory GB, bandwidth GB/s, dense TFLOP/s in the order of _COLUMNS (tensor cores, accumulating in float32)
 _GPUS = (
-    _gpu("rtx3090", 24, 936, (71, 71, 35.6, 35.6, 0.556, 0), f"{_NV} GA102 whitepaper"),
-    _gpu("rtx4090", 24, 1008, (165.2, 165.2, 82.6, 82.6, 1.29, 330.3), f"{_NV} Ada GPU architecture whitepaper"),
-    _gpu("rtx5090", 32, 1792, (209.5, 209.5, 104.8, 104.8, 1.64, 419), f"{_NV} RTX Blackwell architecture whitepaper"),
-    _gpu("a10", 24, 600, (125, 125, 62.5, 31.2, 0.976, 0), f"{_NV} A10 datasheet (float64: 1/32 of float32)"),
+    _gpu("rtx3090", 24, 936, (71, 71, 35.6, 35.6, 0.556, 0), f"{_NV} GA102 whitepaper ({_SIXTY_FOURTH})"),
     _gpu(
-        "l4", 24, 300, (121, 121, 60, 30.3, 0.473, 242.5), f"{_NV} L4 datasheet ({_HALVED}; float64: 1/64 of float32)"
+        "rtx4090",
+        24,
+        1008,
+        (165.2, 165.2, 82.6, 82.6, 1.29, 330.3),
+        f"{_NV} Ada GPU architecture whitepaper ({_SIXTY_FOURTH})",
     ),
-    _gpu("l40s", 48, 864, (362.05, 362.05, 183, 91.6, 1.43, 733), f"{_NV} L40S datasheet (float64: 1/64 of float32)"),
+    _gpu(
+        "rtx5090",
+        32,
+        1792,
+        (209.5, 209.5, 104.8, 104.8, 1.64, 419),
+        f"{_NV} RTX Blackwell architecture whitepaper ({_SIXTY_FOURTH})",
+    ),
+    _gpu("a10", 24, 600, (125, 125, 62.5, 31.2, 0.976, 0), f"{_NV} A10 datasheet (float64: 1/32 of float32)"),
+    _gpu("l4", 24, 300, (121, 121, 60, 30.3, 0.473, 242.5), f"{_NV} L4 datasheet ({_HALVED}; {_SIXTY_FOURTH})"),
+    _gpu("l40s", 48, 864, (362.05, 362.05, 183, 91.6, 1.43, 733), f"{_NV} L40S datasheet ({_SIXTY_FOURTH})"),
     _gpu("a100-40gb", 40, 1555, (312, 312, 156, 19.5, 9.7, 0), f"{_NV} A100 datasheet, SXM 40 GB"),
     _gpu("a100-80gb", 80, 2039, (312, 312, 156, 19.5, 9.7, 0), f"{_NV} A100 datasheet, SXM 80 GB"),
     _gpu("h100-pcie", 80, 2000, (756, 756, 378, 51, 26, 1513), f"{_NV} H100 datasheet, PCIe ({_HALVED})"),
     _gpu("h100-sxm", 80, 3350, (989, 989, 494.5, 67, 34, 1979), f"{_NV} H100 datasheet, SXM ({_HALVED})"),
     _gpu("h200", 141, 4800, (989, 989, 494.5, 67, 34, 1979), f"{_NV} H200 datasheet, SXM ({_HALVED})"),
-    _gpu("b200", 180, 8000, (2250, 2250, 1125, 75, 37, 4500), f"{_NV} HGX B200 datasheet, per GPU ({_HALVED})"),
+    _gpu(
+        "b200", 180, 7700, (2250, 2250, 1100, 75, 37, 4500), f"{_NV} Blackwell datasheet, HGX B200 per GPU ({_HALVED})"
+    ),
     _gpu("mi300x", 192, 5300, (1307.4, 1307.4, 653.7, 163.4, 81.7, 2614.9), "AMD Instinct MI300X data sheet"),
     _gpu(
         "v100",

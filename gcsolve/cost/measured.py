@@ -2,15 +2,17 @@
 
 Each signature (op, shapes, strides, dtypes, other arguments) is run once a machine, however many layers repeat it: warmed
 up, then repeated until its three fastest runs agree (what a busy machine adds is never less than nothing, so the fast
-runs are the true ones). Operands are warm in the caches between repeats, as an op's inputs mostly are right after the op
-that made them. An op that cannot be run alone (another library's, or operands beyond a quarter of the free memory) is
-costed by the roofline, and `plan.summary()` names it.
+runs are the true ones). Sets of operands and results take turns, as many as twice fill the last cache: in a step a whole
+model's tensors pass between an op's run in one layer and in the next, so its weights, what it saves, and the memory it
+writes to are not in the caches. An op that cannot be run alone (another library's, or operands beyond a quarter of the
+free memory) is costed by the roofline, and `plan.summary()` names it.
 
 Times and workspaces are kept in the user's cache directory, one file a device, torch version and number of threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -29,7 +31,17 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from gcsolve.cost.alone import fits, is_here, lively, may_run, run_alone, well_conditioned, zeros
+from gcsolve.cost.alone import (
+    fits,
+    fresh_output_bytes,
+    is_here,
+    lively,
+    may_run,
+    operand_bytes,
+    run_alone,
+    well_conditioned,
+    zeros,
+)
 from gcsolve.cost.base import CostModel, OpInfo, Roofline
 from gcsolve.cost.devices import DeviceSpec
 from gcsolve.cost.flops import node_bytes_moved, registered, signature
@@ -40,7 +52,9 @@ from gcsolve.progress import bar
 SPREAD = 0.03  # the three fastest samples of an op lie within this share of the fastest
 MIN_SAMPLE_S = 3e-4  # short ops are run several times a sample
 MAX_OP_S = 1.5  # sampling of one op ends here, but not before three samples
-FORMAT = 1
+MAX_COPIES = 32  # sets of operands that take turns
+USUAL_CACHE_BYTES = 32 << 20  # where the system does not tell
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -121,17 +135,21 @@ def measure(node: fx.Node, device: DeviceSpec) -> OpRun | None:
     """Run the op on `device`, which is here; None when it cannot be run alone."""
     if not fits(node, device):
         return None
-    seconds = run_alone(node, device, (lively, zeros, well_conditioned), lambda run: op_seconds(run, device))
+    touched = operand_bytes(node) + sum(fresh_output_bytes(node).values())
+    copies = min(MAX_COPIES, 1 + 2 * _cache_bytes(device.kind) // max(1, touched))
+    seconds = run_alone(
+        node, device, (lively, zeros, well_conditioned), lambda run: op_seconds(run, device, copies), copies
+    )
     if seconds is None:
         return None
     space = workspace(node, device, measure=True)
     return OpRun(seconds, space.size_bytes if space.measured else None, space.output_excess_bytes)
 
 
-def op_seconds(run: Callable[[], Any], device: DeviceSpec) -> float:
+def op_seconds(run: Callable[[], Any], device: DeviceSpec, warmup: int = 1) -> float:
     """Seconds of one `run()`: the mean of the three fastest samples once they agree, or when time is up."""
     sample = _cuda_seconds if device.kind == "cuda" else _host_seconds
-    sample(run, 1)  # libraries choose algorithms and make their handles
+    sample(run, warmup)  # libraries choose algorithms and make their handles, memory is taken
     calls = max(1, math.ceil(MIN_SAMPLE_S / max(sample(run, 1), 1e-7)))
     samples: list[float] = []
     began = time.perf_counter()
@@ -140,6 +158,18 @@ def op_seconds(run: Callable[[], Any], device: DeviceSpec) -> float:
         fastest = sorted(samples)[:3]
         if len(fastest) == 3 and (fastest[2] <= (1 + SPREAD) * fastest[0] or time.perf_counter() - began > MAX_OP_S):
             return sum(fastest) / 3
+
+
+@functools.cache
+def _cache_bytes(kind: str) -> int:
+    """Bytes of the last cache before the memory of that kind of device, which is here."""
+    if kind == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    sizes: list[int] = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)
+    return max(sizes, default=USUAL_CACHE_BYTES)
 
 
 def _host_seconds(run: Callable[[], Any], calls: int) -> float:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gcsolve.graph import Graph
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule, order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
@@ -77,6 +78,17 @@ def peak_floor(problem: Problem) -> tuple[int, int]:
             if total > best:
                 best, best_node = total, i
     return best, best_node
+
+
+def alive_at_least(graph: Graph, node: int) -> list[int]:
+    """The values that are alive in every schedule when `node` runs for the first time: pinned ones still to be read,
+    and its own. -1, no node: none."""
+    if node < 0:
+        return []
+    own = {*graph.nodes[node].inputs, *graph.nodes[node].outputs}
+    pinned = (v for v, value in enumerate(graph.values) if value.pinned and value.producer <= node)
+    own.update(v for v in pinned if graph.readers[v] and graph.readers[v][-1] >= node)
+    return sorted(own)
 
 
 class _Ways:
