@@ -319,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     for part in arguments.parts or [*PARTS, "70b"]:
         print(part, file=sys.stderr, flush=True)
         known[part] = seventy_b_text() if part == "70b" else [astuple(row) for row in PARTS[part]()]
-    heads = ("claim", "holds", "found", "when")
+    heads = ("claim", "found", "holds", "and when")
     table = text_table(heads, [row for part in PARTS for row in known.get(part, ())])
     where = f"gcsolve {gcsolve.__version__}, torch {torch.__version__}, Python {platform.python_version()}, no GPU used"
     text = "\n\n".join([where, table, *([known["70b"]] if "70b" in known else [])])

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import gcsolve
+from gcsolve.emit import draw, replay, rng_state
+from gcsolve.measure import PeakMeter
 from tests import models
 from tests.test_exact import KeepNothing
 from tests.training import assert_trains_the_same
@@ -125,3 +127,19 @@ def test_a_gradient_that_is_handed_out_too_is_not_summed_in_place() -> None:
     plan = gcsolve.solve(Twice(), example, budget=1.0)
     assert "add_.Tensor" not in plan.module.code
     assert plan.verify(steps=2, repeats=0).differences == ()
+
+
+def test_a_replay_takes_the_memory_of_the_first_run_and_leaves_the_generator_as_it_was() -> None:
+    x, here = _x(100, 100), torch.device("cpu")
+    op = torch.ops.aten.native_dropout.default
+    with PeakMeter() as first:
+        kept = draw(op, x, 0.5, True)
+    torch.manual_seed(1)
+    state = rng_state(here)
+    kept = draw(op, x, 0.5, True)
+    now = rng_state(here)
+    with PeakMeter() as again:
+        made = replay(state, here, op, x, 0.5, True)
+    assert again.peak_bytes == first.peak_bytes
+    assert torch.equal(made[0], kept[0])
+    assert torch.equal(rng_state(here), now)

@@ -62,6 +62,21 @@ def test_the_devices_memory_is_the_budget_and_the_sequence_reaches_the_factory()
     assert rows[1].rows[0].store_all_bytes > 2 * rows[0].rows[0].store_all_bytes
 
 
+def test_a_budget_below_what_every_schedule_needs_is_answered_without_a_search(monkeypatch) -> None:
+    def searched(*_: Any, **__: Any) -> None:
+        raise AssertionError("a solver was asked")
+
+    monkeypatch.setattr("gcsolve.fitting.solve_problem", searched)
+    monkeypatch.setattr("gcsolve.api.solve_problem", searched)
+    fit = gcsolve.fit(factory(100), [4], device="m1", budget="20kB", optimizer=optim.AdamW)
+    (row,) = fit.rows
+    assert row.hopeless
+    assert row.least_bytes == row.floor_bytes == sum(size for _, size in row.parts)
+    assert "short of" in fit.summary()
+    assert "whatever is recomputed" in fit.summary()
+    assert "≥ " in fit.summary()
+
+
 @pytest.mark.parametrize(
     ("classes", "depth", "batch", "optimizer", "first"),
     [

@@ -115,6 +115,32 @@ def test_sampling_ends_when_the_three_fastest_agree(monkeypatch):
     assert op_seconds(lambda: None, CPU) == pytest.approx((5.0 + 5.1 + 5.05) / 3)
 
 
+def test_operands_and_results_take_turns():
+    (node,) = traced(torch.mul, torch.randn(8, 8), torch.randn(8, 8))
+    seen: list[tuple[int, ...]] = []
+    op = node.target
+    node.target = lambda a, b: (seen.append((a.data_ptr(), b.data_ptr())), op(a, b))[1]  # type: ignore[operator]
+
+    def use(run: Any) -> list[torch.Tensor]:
+        return [run() for _ in range(6)]
+
+    results = alone.run_alone(node, CPU, (alone.lively,), use, copies=3)
+    assert len(set(seen[:3])) == 3
+    assert seen[:3] == seen[3:]
+    assert len({t.data_ptr() for t in results[:3]}) == 3
+    assert all(torch.equal(results[0], t) for t in results)
+
+
+def test_what_is_run_has_left_the_caches(monkeypatch):
+    """Twice the last cache passes between two runs of a large op on the same operands; a small one has 32 sets."""
+    monkeypatch.setattr(measured, "_cache_bytes", lambda kind: 1 << 20)
+    asked: list[int] = []
+    monkeypatch.setattr(measured, "run_alone", lambda *_: asked.append(_[-1]))
+    for rows in (1, 1024):
+        measured.measure(traced(torch.mul, torch.randn(rows, 128), torch.randn(rows, 128))[0], CPU)
+    assert asked == [32, 2]
+
+
 def test_a_device_that_is_not_here_is_refused():
     with pytest.raises(ArgumentError, match=r"mi300x, which is not here.*roofline"):
         get_cost("measured", get_device("mi300x"))

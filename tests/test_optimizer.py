@@ -110,10 +110,18 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "accumulated"])
 @pytest.mark.parametrize("rows", [8, 4096], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(
-    "make", [None, optim.AdamW, lambda p: optim.AdamW(p, foreach=True)], ids=["none", "loop", "foreach"]
+    ("make", "temporaries"),
+    [
+        (None, False),
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9), False),
+        (optim.AdamW, True),
+        (lambda p: optim.AdamW(p, foreach=True), True),
+        (lambda p: optim.AdamW(p, fused=True), False),
+    ],
+    ids=["none", "momentum", "loop", "foreach", "fused"],
 )
 def test_the_whole_steps_peak_is_the_measured_one_and_the_breakdown_sums_to_it(
-    make: Any, rows: int, accumulate: bool
+    make: Any, temporaries: bool, rows: int, accumulate: bool
 ) -> None:
     model = Wide()
     optimizer = make if make is None or isinstance(make, type) else make(model.parameters())
@@ -126,7 +134,7 @@ def test_the_whole_steps_peak_is_the_measured_one_and_the_breakdown_sums_to_it(
     report = plan.verify(steps=1, repeats=0)
     assert plan.peak_bytes == pytest.approx(report.measured_peak_bytes, rel=2e-3)
     assert plan.peak_bytes >= report.measured_peak_bytes
-    in_optimizer = rows == 8 and make is not None and not accumulate
+    in_optimizer = rows == 8 and temporaries and not accumulate
     assert ("optimizer.step()" in plan.peak_at) == in_optimizer
     assert ("inside optimizer.step()" in plan.summary()) == in_optimizer
 
