@@ -53,11 +53,11 @@ class Layers(nn.Module):
 
 
 @functools.cache
-def stored(layers: int, length: int, batch: int, kernel: bool = False) -> gcsolve.Plan:
+def stored(layers: int, length: int, batch: int, kernel: bool = False, cost: str = "auto") -> gcsolve.Plan:
     """Store-all for an H200 that is not here; nothing is allocated."""
     with torch.device("meta"):
         model, x = Layers(layers, kernel).bfloat16(), torch.empty(batch, length, WIDTH, dtype=torch.bfloat16)
-    return gcsolve.solve(model, x, budget=1.0, solver="store_all", device="h200")
+    return gcsolve.solve(model, x, budget=1.0, solver="store_all", device="h200", cost=cost)
 
 
 def layer_bytes(length: int, batch: int, kernel: bool = False, without: tuple[str, ...] = ()) -> int:
@@ -83,16 +83,28 @@ def test_without_the_attention_core_it_stores_34_sbh() -> None:
     assert layer_bytes(2048, 4, kernel=True) == pytest.approx(34 * 2048 * 4 * WIDTH, rel=0.01)
 
 
-@pytest.mark.parametrize(("copies", "layers"), [(1, 1), (2, 2), (4, 3)])
-def test_between_the_two_the_solver_recomputes_the_attention_core_first(copies: int, layers: int) -> None:
-    """Of long sequences, where the core is what there is to gain: so many times 2·a·s²·b bytes too few, and nothing but
-    the core is run again, in so many of four layers."""
-    plan = stored(4, 8192, 1)
-    core = 2 * HEADS * 8192**2
-    found = plan.at(budget=f"{plan.baseline_peak_bytes - copies * core}B")
+def run_again(length: int, copies: int, cost: str) -> tuple[gcsolve.Plan, list[gcsolve.graph.Node]]:
+    """The plan of four layers with so many times 2·a·s²·b bytes too few, and the nodes that it runs again."""
+    plan = stored(4, length, 1, cost=cost)
+    found = plan.at(budget=f"{plan.baseline_peak_bytes - copies * 2 * HEADS * length**2}B")
     graph = found.problem.graph
-    again = [n for n, runs in zip(graph.nodes, found.schedule.runs(graph), strict=True) if runs > 1]
+    return found, [n for n, runs in zip(graph.nodes, found.schedule.runs(graph), strict=True) if runs > 1]
+
+
+@pytest.mark.parametrize(
+    ("cost", "length", "copies", "layers"),
+    [("auto", 8192, 1, 1), ("auto", 8192, 2, 2), ("auto", 8192, 4, 3), ("flops", 8192, 2, 2)],
+)
+def test_of_long_sequences_the_solver_recomputes_the_attention_core_first(cost, length, copies, layers) -> None:
+    """Where the core is what there is to gain, nothing but the core is run again, in so many of four layers."""
+    found, again = run_again(length, copies, cost)
     assert {n.op for n in again} <= set(CORE)
     assert all(n.module.startswith("layers.") and n.module.count(".") == 1 for n in again)  # in the block itself
     assert len({n.module for n in again}) == layers
     assert found.gap <= 0.005
+
+
+def test_of_shorter_ones_normalizations_and_gelu_go_first_as_they_cost_less_a_byte() -> None:
+    _, again = run_again(4096, 2, "auto")
+    assert {"aten.gelu.default", "aten.native_layer_norm.default"} <= {n.op for n in again}
+    assert "aten._softmax.default" not in {n.op for n in again}
