@@ -267,6 +267,8 @@ def _row_at_floor(batch: int, made: TracedCall, floor: int, at: int) -> FitRow:
         kinds[kind] = kinds.get(kind, 0) + size
     if at >= 0:
         kinds["workspace"] = graph.nodes[at].workspace_bytes
+    on_the_way = floor - sum(kinds.values())  # more than the node itself takes: what leads to its inputs
+    kinds["activations"] = kinds.get("activations", 0) + on_the_way
     return FitRow(batch, made.store_all_bytes, floor, floor, None, None, *_told(made.costed, at, live, kinds))
 
 
