@@ -1,10 +1,18 @@
-"""Quick tests first, heavy ones last; tests marked `gpu` skip where there is no CUDA device."""
+"""Quick tests first, heavy ones last, in as many processes as there are cores (4 at most; `-n 0`: in this one).
+
+Each process computes on one thread: on more they would wait for each other. Tests marked `gpu` skip where there is no
+CUDA device.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported
 
 
 def _has_cuda() -> bool:

@@ -17,7 +17,9 @@ from gcsolve.solvers.retention import Retention
 from gcsolve.solvers.store_all import StoreAll
 from gcsolve.solvers.uniform import Uniform, UniformSqrt
 
-CHEAP: tuple[Solver, ...] = (StoreAll(), Uniform(), UniformSqrt(), Blocks(), Chen(), Greedy())
+CHEAP: tuple[Solver, ...] = (StoreAll(), Greedy(), Uniform(), UniformSqrt(), Blocks(), Chen())
+CHEAP_SHARE = 0.2
+"""Of the time; what has not begun by then is left out."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,10 @@ class Auto:
         def left() -> float:
             return max(0.1, time_limit_s - (time.perf_counter() - started))
 
-        found = [s.solve(problem, time_limit_s=time_limit_s, gap=gap) for s in CHEAP]
+        found: list[Solution] = []
+        for solver in CHEAP:
+            if left() > (1.0 - CHEAP_SHARE) * time_limit_s:
+                found.append(solver.solve(problem, time_limit_s=left(), gap=gap))
         best = min((s for s in found if _fits(s, problem)), key=_rank, default=None)
         begin = best.schedule.order() if best and best.schedule else None
         proven = Retention(begin=begin).solve(problem, time_limit_s=left(), gap=gap)

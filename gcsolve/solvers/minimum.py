@@ -73,7 +73,7 @@ def peak_floor(problem: Problem) -> tuple[int, int]:
             best, best_node = total, i
     ways = _Ways(problem)
     for i, node in enumerate(graph.nodes):
-        if len(node.inputs) > 1 and ways.one_step_bytes(i) > best:
+        if len(node.inputs) > 1 and ways.at_most_bytes(i) > best:
             total = ways.bottleneck(i, best)
             if total > best:
                 best, best_node = total, i
@@ -102,16 +102,18 @@ class _Ways:
         self.workspace = [n.workspace_bytes for n in graph.nodes]
         self.inputs = [bits(n.inputs) for n in graph.nodes]
         self.outputs = [bits(n.outputs) for n in graph.nodes]
+        self.read_bytes = [sum(self.size[v] for v in n.inputs) for n in graph.nodes]
+        self.own_bytes = [sum(self.size[v] for v in n.inputs + n.outputs) + n.workspace_bytes for n in graph.nodes]
 
     def bytes(self, state: int, i: int) -> int:
         """What is live while i runs to make part of `state`, the rest of which is live."""
         together = state | self.inputs[i] | self.outputs[i]
         return self.external_bytes + self.workspace[i] + sum(self.size[v] for v in members(together))
 
-    def one_step_bytes(self, i: int) -> int:
-        """The least that one step back takes."""
-        state = self.inputs[i]
-        return min(self.bytes(state, self.producer[v]) for v in members(state))
+    def at_most_bytes(self, i: int) -> int:
+        """The least that one step back takes is not more."""
+        makers = [self.producer[v] for v in members(self.inputs[i])]
+        return self.external_bytes + self.read_bytes[i] + min(self.own_bytes[q] for q in makers)
 
     def bottleneck(self, i: int, floor: int) -> int:
         """Bytes that every way to the inputs of i takes at some moment; `floor` where that is not shown to be more."""

@@ -246,14 +246,14 @@ class _Search:
         self.bound = self.any_bound = proof.bound
         for kept in proof.kept:
             self._try(kept)
-        if self.met(POLISHED):
+        if self.met(POLISHED) or self.left() <= 0:
             return None
         program = Program(self.choices, self.budget_bytes)
         for moment in proof.moments:
             program.add_instant(moment, -1)
         for groups in TIED_GROUPS:
             self._tied_rounds(groups, proof.moments)
-            if self.met():
+            if self.met() or self.left() <= 0:
                 break
         if not self.met() and self._rounds(program):
             return ONE_RERUN
@@ -280,7 +280,7 @@ class _Search:
                 return
             run = self._try(answer.kept)
             hopeless = answer.bound - self.bound > self.gap * (1.0 + answer.bound)  # not even their best would do
-            if self.met() or hopeless or not add_overflowing(tied, run, self.budget_bytes):
+            if self.met() or hopeless or self.left() <= 0 or not add_overflowing(tied, run, self.budget_bytes):
                 return
 
     def _polish(self, program: Program) -> None:
