@@ -35,6 +35,16 @@ def test_beam_finds_a_plan_wherever_there_is_one_and_nearly_always_the_best():
     assert best >= 0.95 * there > 0
 
 
+def test_two_ways_to_one_state_may_cost_the_same_but_for_rounding():
+    edges = [(1, 3), (3, 4), (2, 5), (1, 6), (3, 6), (4, 6), (5, 6), (0, 7), (2, 7), (3, 7), (0, 8), (4, 8), (7, 8)]
+    costs = [0.1, 0.2, 0.7, 0.2, 0.2, 0.2, 0.1, 0.3, 0.2]
+    problem = Problem.from_arrays(costs, [1] * 9, edges, budget_bytes=5)
+    order = beam_order(problem, deadline=math.inf)
+    assert order is not None
+    peak, _ = slow_simulate(problem, schedule_from_order(problem.graph, order).as_tuples())
+    assert peak <= 5
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_fits_below_the_floor(seed: int):
     problem = random_problem(seed)

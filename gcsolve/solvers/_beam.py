@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gcsolve.problem import Problem
 from gcsolve.solvers._bitsets import Weights, bits, members
@@ -39,11 +39,11 @@ Trail = tuple[int, "Trail | None"]
 """The nodes of an order, first to last."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class _State:
     cost: float
     bytes: int
-    trail: Trail | None
+    trail: Trail | None = field(compare=False)
 
 
 def beam_order(problem: Problem, *, deadline: float) -> list[int] | None:
