@@ -9,7 +9,8 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,14 +22,16 @@ from torch._functorch._aot_autograd import descriptors as aot_descriptors
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules import module as global_hooks
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "Casts",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
@@ -39,11 +42,13 @@ __all__ = [
     "aot_descriptors",
     "as_eager_kernels",
     "as_in_eager",
+    "backends_left_on",
     "aot_export_joint_with_descriptors",
     "below_autograd",
     "boxed_graph_module",
     "disable_autocast",
     "global_module_hooks",
+    "is_autocast_region",
     "functorch_config",
     "no_modes",
     "profiler_running",
@@ -52,9 +57,10 @@ __all__ = [
     "stop_memory_profile",
     "storage_key",
     "tracing",
-    "transformed",
+    "transform",
     "tree_map_only",
     "view_like",
+    "weights_cast",
 ]
 
 _native: Any = _autograd  # its stubs are behind its signatures
@@ -81,27 +87,87 @@ def as_in_eager() -> Iterator[None]:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
 
 
+@contextlib.contextmanager
+def weights_cast(*, once: bool) -> Iterator[None]:
+    """Whether autocast keeps its casts of weights; tracing switches that off. None made in the block serves after it."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(once)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
 _REWRITTEN = re.compile(r"_?upsample_.*|matmul|multi_margin_loss|multilabel_margin_loss_forward")
+_RECURRENT = re.compile(r"lstm|rnn_tanh|rnn_relu|gru|gru_cell")
 _rewriting = threading.RLock()
 
 
 @contextlib.contextmanager
-def as_eager_kernels() -> Iterator[None]:
+def as_eager_kernels(recurrent: Mapping[OpOverload, Callable[..., Any]] | None) -> Iterator[None]:
     """While it traces, torch writes some ops in terms of others (interpolation as index arithmetic, above all), which round
-    otherwise and take more memory than the kernel that eager runs; in this block it does not."""
+    otherwise and take more memory than the kernel that eager runs; in this block it does not.
+
+    Args:
+        recurrent: what recurrent layers are traced as, where not as their own kernels; None: as torch writes them.
+    """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if _REWRITTEN.fullmatch(name)]
+    names = _REWRITTEN if recurrent is None else re.compile(f"{_REWRITTEN.pattern}|{_RECURRENT.pattern}")
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if names.fullmatch(name)]
     ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     with _rewriting:  # the tables are one for all threads
-        taken = [(op, key, op.py_kernels.pop(key)) for op in ops for key in keys if key in op.py_kernels]
+        taken = [(op, key, op.py_kernels.pop(key, None)) for op in ops for key in keys]
         for op, _, _ in taken:
             op._dispatch_cache.clear()
+        for op, kernel in (recurrent or {}).items():
+            op.py_kernels.update(dict.fromkeys(keys, kernel))
         try:
             yield
         finally:
             for op, key, kernel in taken:
-                op.py_kernels[key] = kernel
+                op.py_kernels.pop(key, None)
+                if kernel is not None:
+                    op.py_kernels[key] = kernel
                 op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def backends_left_on() -> Iterator[None]:
+    """`torch.export` switches oneDNN, NNPACK and cuDNN off while it traces, for the whole process: other threads would take
+    other kernels meanwhile. In this block it does not, for this thread; what is traced has no kernels yet."""
+    from torch.export import _trace as export_trace  # takes a second, and not every use of gcsolve traces
+
+    here, original = threading.get_ident(), export_trace._ignore_backend_decomps
+
+    def left_on() -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if threading.get_ident() == here else original()
+
+    export_trace._ignore_backend_decomps = left_on
+    try:
+        yield
+    finally:
+        export_trace._ignore_backend_decomps = original
+
+
+def is_autocast_region(target: Any) -> bool:
+    """Whether a node with that target runs a submodule of an exported graph under autocast."""
+    return target is wrap_with_autocast
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts to `dtype` of each tensor, by id, while it is active."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.of: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype:
+            self.of[id(args[0])] += 1
+        return func(*args, **kwargs)
 
 
 def global_module_hooks() -> bool:
@@ -116,10 +182,11 @@ def global_module_hooks() -> bool:
     )
 
 
-def transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp) is running here."""
-    stack: Any = _C
-    return stack._functorch.peek_interpreter_stack() is not None
+def transform() -> str:
+    """Kind of the innermost transform of torch.func that is running here: "Vmap", "Grad", "Jvp", ...; "": none."""
+    functorch: Any = _C
+    running = functorch._functorch.peek_interpreter_stack()
+    return "" if running is None else running.key().name
 
 
 def storage_key(t: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import fx
 
 from gcsolve._torch import boxed_graph_module
 from gcsolve.errors import InvalidSchedule
-from gcsolve.from_fx import Lowered
+from gcsolve.from_fx import Lowered, generator_of
 from gcsolve.joint import Joint
 from gcsolve.schedule import Action, Compute, Schedule
 
@@ -81,6 +81,18 @@ def replay(state: torch.Tensor, device: torch.device, op: Callable[..., Any], /,
             set_rng_state(torch.frombuffer(now, dtype=torch.uint8), device)
 
 
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """State of a generator that the caller or the model owns, as the next draw from it will find it."""
+    return generator.get_state()
+
+
+def generator_at(state: torch.Tensor, device: torch.device) -> torch.Generator:
+    """A generator in that state, for a draw that is replayed: the one that was drawn from is left alone."""
+    made = torch.Generator(device)
+    made.set_state(state)
+    return made
+
+
 class _Half:
     """One of the two graphs while it is written: which new node holds the live copy of each joint node."""
 
@@ -135,19 +147,7 @@ class _Half:
         node = self.lowered.origin[index]
         item = self.lowered.graph.nodes[index]
         assert node is not None
-        helper: tuple[Any, ...] = ()
-        state = -1
-        if index in self.lowered.rng_of:
-            state = self.lowered.graph.nodes[self.lowered.rng_of[index]].outputs[0]
-            helper = (draw_and_remember, random_device(node)) if remember else (draw,)
-            if rerun:
-                helper = (replay, self.states[state], random_device(node))
-        made = self._again(node, *helper)
-        if remember and not rerun:
-            self.states[state] = self.graph.call_function(operator.getitem, (made, 0))
-            self.live.add(state)
-            made = self.graph.call_function(operator.getitem, (made, 1))
-            made.meta = _meta(node)
+        made = self._draw(node, index, rerun, remember) if index in self.lowered.rng_of else self._again(node)
         for v in item.outputs:
             base = self.bases.get(v)
             if base is None or v in self.live:
@@ -164,6 +164,30 @@ class _Half:
         if node in self.lowered.in_place:
             self.copy_of[node] = made
             self.views_of.setdefault(self.lowered.value_of[node], []).append(node)
+
+    def _draw(self, node: fx.Node, index: int, rerun: bool, remember: bool) -> fx.Node:
+        """A random op: from the device's default generator, or from one that it is given."""
+        state = self.lowered.graph.nodes[self.lowered.rng_of[index]].outputs[0]
+        device, own = random_device(node), generator_of(node)
+        if rerun and own is None:
+            return self._again(node, replay, self.states[state], device)
+        if rerun:
+            given = self.get(own)
+            self.copy_of[own] = self.graph.call_function(generator_at, (self.states[state], device))
+            made = self._again(node)
+            self.copy_of[own] = given
+            return made
+        if not remember:
+            return self._again(node, draw) if own is None else self._again(node)
+        self.live.add(state)
+        if own is not None:
+            self.states[state] = self.graph.call_function(state_of, (self.get(own),))
+            return self._again(node)
+        both = self._again(node, draw_and_remember, device)
+        self.states[state] = self.graph.call_function(operator.getitem, (both, 0))
+        made = self.graph.call_function(operator.getitem, (both, 1))
+        made.meta = _meta(node)
+        return made
 
     def free(self, value: int) -> None:
         """The copy of `value` and the views made of it have no name from here on."""

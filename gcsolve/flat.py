@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gcsolve._torch import as_in_eager
+from gcsolve._torch import as_in_eager, weights_cast
 from gcsolve.errors import ArgumentError
 from gcsolve.functions import ByHand
 from gcsolve.kernels import TargetKernels
@@ -32,6 +32,7 @@ from gcsolve.watch import (
     Setting,
     Written,
     attributes_of,
+    inference_as_no_grad,
     seeding_refused,
     set_attribute,
     unchecked_distributions,
@@ -74,8 +75,8 @@ class Last:
 class Call:
     """What is traced: the call's structure, the loss, and which flat inputs are attributes (by name), after the arguments'.
 
-    `sources`: what stands for the call's random generators. `kernels`: those of another device, to trace for. `line`: the
-    user's line that is running.
+    `sources`: what stands for the call's random generators. `kernels`: those of another device, to trace for.
+    `casts_once`: as `torch.is_autocast_cache_enabled()` around the call. `line`: the user's line that is running.
     """
 
     template: Template
@@ -84,6 +85,7 @@ class Call:
     loss: Callable[[Any], Any] | None
     all_outputs: bool
     kernels: TargetKernels | None
+    casts_once: bool
     line: Callable[[], str]
 
 
@@ -107,13 +109,15 @@ class Flat(nn.Module):
         attributes = Attributes(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_in_eager())
+            stack.enter_context(weights_cast(once=call.casts_once))
             stack.enter_context(unchecked_distributions())
             stack.enter_context(seeding_refused(call.line))
+            stack.enter_context(inference_as_no_grad())
             stack.enter_context(KnownValues())
             stack.enter_context(ByHand())
             if call.kernels is not None:
                 stack.enter_context(call.kernels)
-            rehearsed = stack.enter_context(Rehearsed(self.last.expected, call.line))
+            rehearsed = stack.enter_context(Rehearsed(self.last.expected, call.line, self.model))
             args, kwargs = arguments
             result = self.model.forward(*args, **kwargs)
             if call.loss is not None:

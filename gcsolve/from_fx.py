@@ -377,22 +377,27 @@ def lower(
 
 
 def is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return (
-        torch.Tag.nondeterministic_seeded in tags and node.kwargs.get("generator") is None and not _switched_off(node)
-    )
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _switched_off(node)
+
+
+def generator_of(node: fx.Node) -> Any:
+    """The generator (a node of the graph) that a random op is given; None: it draws from the default one."""
+    return _argument(node, "generator")
 
 
 def _switched_off(node: fx.Node) -> bool:
     """A random op with probability 0 (attention without dropout) draws nothing."""
+    p = _argument(node, "dropout_p")
+    return isinstance(p, (int, float)) and p == 0
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """What an op is called with for an argument, its default included; None for one that it does not have."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    for i, argument in enumerate(schema.arguments):
-        if argument.name == "dropout_p":
-            value = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return isinstance(value, (int, float)) and value == 0
-    return False
+    for i, argument in enumerate(schema.arguments if schema else ()):
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
 
 
 # In training these normalize by the batch alone; the running statistics only go into the new running statistics, and
@@ -419,9 +424,7 @@ def may_rerun(node: fx.Node) -> bool:
     if target.namespace not in _KNOWN_NAMESPACES:
         return False
     name = target._schema.name.split("::")[-1]
-    if name in _DISCRETE or "_rnn" in name or target._schema.is_mutable:
-        return False
-    return node.kwargs.get("generator") is None
+    return name not in _DISCRETE and "_rnn" not in name and not target._schema.is_mutable
 
 
 def module_path(node: fx.Node) -> str:

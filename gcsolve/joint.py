@@ -25,12 +25,15 @@ from gcsolve._torch import (
     aot_descriptors,
     aot_export_joint_with_descriptors,
     as_eager_kernels,
+    backends_left_on,
     functorch_config,
     tracing,
 )
+from gcsolve.casts import share_casts
 from gcsolve.errors import TraceError
 from gcsolve.functions import KeptFunctions
-from gcsolve.watch import StandIns
+from gcsolve.recurrent import RECURRENT
+from gcsolve.watch import StandIns, held_tensors
 
 
 def fake_tensor(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
@@ -52,10 +55,8 @@ def fake_module(mode: FakeTensorMode, model: nn.Module, generators: Mapping[int,
         memo[id(parameter)] = nn.Parameter(fake_tensor(mode, parameter.detach()), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_tensor(mode, buffer)
-    for module in model.modules():
-        for attribute in vars(module).values():
-            if isinstance(attribute, torch.Tensor) and id(attribute) not in memo:
-                memo[id(attribute)] = attribute  # a plain attribute stays the very tensor it is
+    for key, (_, held) in held_tensors(model).items():
+        memo.setdefault(key, held)  # what hangs on a module otherwise stays the very tensor it is
     return copy.deepcopy(model, memo)
 
 
@@ -167,14 +168,15 @@ def capture_joint(
     with contextlib.ExitStack() as around:
         around.enter_context(tracing(TracingContext(mode)))
         around.enter_context(functorch_config.patch(functionalize_rng_ops=False))
-        around.enter_context(as_eager_kernels())
+        around.enter_context(as_eager_kernels(RECURRENT if on_cpu else None))
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
         functions = around.enter_context(KeptFunctions())
         if exported:
-            with functions.recording():
+            with functions.recording(), backends_left_on():
                 program = torch.export.export(module, tuple(args), strict=False)
             module = program.module(check_guards=False)
+            share_casts(module)
         with contextlib.ExitStack() as stack:
             captured = aot_export_joint_with_descriptors(
                 stack, module, tuple(args), decompositions=_AS_EAGER if on_cpu else {}

@@ -7,6 +7,7 @@ hooks, `training` and every attribute are the very same objects, in both directi
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from gcsolve._torch import global_module_hooks, transformed
+from gcsolve._torch import global_module_hooks, transform
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.runtime import Step
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
@@ -37,6 +38,16 @@ class Steps:
     def add(self, key: Any, step: Step) -> None:
         self.cache[key] = step
         self.settings += [setting for setting in step.trace.settings if setting not in self.settings]
+
+    def known(self, model: nn.Module, tensors: list[torch.Tensor], template: Template) -> Step | None:
+        """The step planned for such a call, if there is one; where the first call has filled attributes that forward does
+        not read (`Trace.filled`), that is the first call's."""
+        key = signature(model, tensors, template)
+        for step in () if key in self.cache else list(self.cache.values()):
+            if step.trace.filled and self.cache.get(_early_signature(model, step, tensors, template)) is step:
+                self.cache[key] = step
+                break
+        return self.cache.get(key)
 
     def set_up(self, model: nn.Module) -> None:
         """Set what the model's first call sets (a flag, an entry of a config) where it is not set yet."""
@@ -78,6 +89,19 @@ def settled_signature(model: nn.Module, trace: Trace, tensors: list[torch.Tensor
             setting.apply(model, back=True)
 
 
+def _early_signature(model: nn.Module, step: Step, tensors: list[torch.Tensor], template: Template) -> Any:
+    """The signature of the model as it was before `Trace.filled` was; the model itself stays as it is."""
+    held = attributes_of(model, torch.Tensor)
+    filled = {name: old for name, old in step.trace.filled if name in held}
+    for name, old in filled.items():
+        set_attribute(model, name, old)
+    try:
+        return signature(model, tensors, template)
+    finally:
+        for name in filled:
+            set_attribute(model, name, held[name])
+
+
 def _settings(model: nn.Module) -> tuple[Any, ...]:
     """Each submodule's class and its plain attributes (a dropout's p, a norm's eps, an activation function), and what the
     containers and objects among them hold (a config): what forward may read and a plan has baked in."""
@@ -111,10 +135,24 @@ def planned_module(model: nn.Module, steps: Steps) -> nn.Module:
             "plan the model before it is wrapped"
         )
     kind = type(model)
-    planned = type(f"Planned{kind.__name__}", (_Planned, kind), {"_gcsolve": steps, "_gcsolve_model": model})
+    names = {"_gcsolve": steps, "_gcsolve_model": model, "forward": _as_planned(kind.forward)}
+    planned = type(f"Planned{kind.__name__}", (_Planned, kind), names)
     made = object.__new__(planned)
     object.__setattr__(made, "__dict__", model.__dict__)
     return made
+
+
+def _as_planned(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`_Planned.forward` under the name and signature of the model's own; `torch.compile` leaves it as it is."""
+
+    @functools.wraps(original)
+    def forward(self: _Planned, *args: Any, **kwargs: Any) -> Any:
+        return _Planned.forward(self, *args, **kwargs)
+
+    return torch.compiler.disable(
+        forward,
+        reason="a gcsolve plan runs as it was planned; compile the modules around it, or the model without a plan",
+    )
 
 
 def is_planned(module: nn.Module) -> bool:
@@ -144,7 +182,7 @@ class _Planned:
         """The generated forward and backward of every signature planned so far, as Python text."""
         return "\n\n".join(
             f"# forward\n{s.emitted.forward.code}\n# backward\n{s.emitted.backward.code}"
-            for s in self._gcsolve.cache.values()
+            for s in {id(s): s for s in self._gcsolve.cache.values()}.values()
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -157,7 +195,7 @@ class _Planned:
 
 
 def _refuse_transforms(tensors: list[torch.Tensor]) -> None:
-    if transformed() or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if transform() or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise CallError(
             "a planned module works under ordinary autograd (backward, torch.autograd.grad) only, not under torch.func's "
             "transforms (grad, vmap, jvp) or forward-mode differentiation; call the original model there"
@@ -174,12 +212,13 @@ def run(
 ) -> Any:
     """One training forward through the step planned for this signature; a new signature is planned first."""
     steps.set_up(model)
-    step = steps.cache.get(signature(model, tensors, template))
+    step = steps.known(model, tensors, template)
     if step is None:
         step = steps.replan(model, args, kwargs)
         steps.add(settled_signature(model, step.trace, tensors, template), step)
         steps.set_up(model)
-    for name in step.trace.replaced:
+    unread = (*step.trace.replaced, *(name for name, _ in step.trace.filled))
+    for name in set(unread) & attributes_of(model, torch.Tensor).keys() if unread else ():
         set_attribute(model, name, None)  # the tensor of the last step makes room first
     outputs = step(collect(model, step, tensors, sources_of(template)))
     if step.trace.effects_template is not None:

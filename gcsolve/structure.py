@@ -156,7 +156,16 @@ def _children(tree: Any) -> tuple[str, list[tuple[Any, Any]]]:
         return "dataclass", [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
     if isinstance(tree, torch.nn.Module) or callable(tree):
         return "object", []
-    return "object", list(vars(tree).items()) if hasattr(tree, "__dict__") else []
+    return "object", [*(vars(tree).items() if hasattr(tree, "__dict__") else ()), *slots_of(tree)]
+
+
+def slots_of(value: Any) -> list[tuple[str, Any]]:
+    """(name, content) of an object's `__slots__`; none of one that is compared by value (a path)."""
+    if type(value).__hash__ is not object.__hash__:
+        return []
+    listed = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for names in listed for name in ((names,) if isinstance(names, str) else names)]
+    return [(n, getattr(value, n)) for n in names if n not in ("__dict__", "__weakref__") and hasattr(value, n)]
 
 
 def skeleton(template: Template) -> Template:

@@ -25,12 +25,20 @@ from gcsolve import batchnorm
 from gcsolve._torch import global_module_hooks
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.fakes import TrueFakes, forget_fakes
-from gcsolve.flat import Call, Flat
+from gcsolve.flat import Call, Flat, Seen
 from gcsolve.functions import KeptFunctions
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
 from gcsolve.kernels import TargetKernels
 from gcsolve.structure import Template, flatten, leaf_paths, sources_of, unflatten
-from gcsolve.watch import HostRandomnessRefused, Setting, StandIns, attributes_of, changed_attribute
+from gcsolve.watch import (
+    HostRandomnessRefused,
+    Setting,
+    StandIns,
+    attributes_of,
+    changed_attribute,
+    plain_attribute,
+    set_attribute,
+)
 
 PREFIX = "model."  # of every parameter and buffer name in the joint graph: the model is a child of `_Flat`
 
@@ -41,8 +49,9 @@ class Trace:
 
     `output_template` rebuilds the model's own output around the flat outputs, `effects_template` what forward changed
     beside it (`Seen.effects`; None: nothing). `replaced`: attributes whose tensor forward replaces without reading it.
-    `settings`: plain attributes that the first call sets. `takes_gradient[k]`: the plan expects a gradient for flat output
-    k; `differentiable[k]`: the untouched model would accept one. `output_paths[k]` names it.
+    `filled`: (name, what is there) of those that hold no tensor yet. `settings`: plain attributes that the first call
+    sets. `takes_gradient[k]`: the plan expects a gradient for flat output k; `differentiable[k]`: the untouched model would
+    accept one. `output_paths[k]` names it.
     `target`: the kind of device ("cuda") whose kernels were traced in place of the CPU's, "" when none were;
     `target_only`: those ops that the CPU cannot run.
     """
@@ -51,6 +60,7 @@ class Trace:
     output_template: Template
     effects_template: Template | None
     replaced: tuple[str, ...]
+    filled: tuple[tuple[str, Any], ...]
     settings: tuple[Setting, ...]
     takes_gradient: tuple[bool, ...]
     differentiable: tuple[bool, ...]
@@ -103,7 +113,8 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
-    _refuse_untraceable(model)
+    if kernels is not None:
+        _refuse_untraceable(model)
     _refuse_hooks(model)
     with _TRACING:  # export and what it sets in torch are for one thread at a time
         return _traced(model, args, kwargs, loss, all_outputs, kernels)
@@ -140,6 +151,7 @@ def _traced(
         loss,
         all_outputs,
         kernels,
+        torch.is_autocast_cache_enabled(),
         running_line,
     )
     real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *tensors))
@@ -149,7 +161,7 @@ def _traced(
     flat = Flat(copied, call)
     with HostRandomnessRefused(), _torch_quiet():
         try:
-            settings = _rehearse(flat, mode, flat_inputs)
+            settings, filled = _rehearse(flat, mode, flat_inputs)
             assert flat.last.seen is not None
             exported = not (flat.last.seen.uses_autograd or flat.last.seen.sets_default_dtype)
             flat.last.expected = flat.last.seen.calls if exported else None
@@ -162,6 +174,7 @@ def _traced(
         finally:
             forget_fakes()
     seen = flat.last.seen
+    _refuse_sparse(joint)
     if not any(seen.takes_gradient):
         raise TraceError(
             f"no output of {type(model).__name__} needs a gradient: every parameter and input has requires_grad=False, "
@@ -187,7 +200,8 @@ def _traced(
         replace(joint, inputs=inputs),
         seen.output,
         seen.effects if seen.stored or seen.arguments_changed else None,
-        tuple(name for name in seen.stored if name not in read),
+        tuple(name for name in seen.stored if name not in read and name in attributes),
+        filled,
         settings,
         seen.takes_gradient,
         seen.differentiable,
@@ -196,6 +210,16 @@ def _traced(
         kernels.device.kind if kernels else "",
         tuple(kernels.used) if kernels else (),
     )
+
+
+def _refuse_sparse(joint: Joint) -> None:
+    for node in joint.graph_module.graph.nodes:
+        for made in (node.meta.get("val"),) if isinstance(node.meta.get("val"), torch.Tensor) else ():
+            if made.layout is not torch.strided:
+                raise TraceError(
+                    f"{node.target} makes a sparse tensor ({made.layout}), which is not planned; a gradient of an embedding is "
+                    "dense with sparse=False"
+                )
 
 
 def _name_default_dtypes(joint: Joint) -> None:
@@ -216,28 +240,48 @@ def _name_default_dtypes(joint: Joint) -> None:
             )
 
 
-def _rehearse(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[Setting, ...]:
-    """Run forward on fakes, to see what it does; returns the plain values that the first call sets, set in `flat` now.
+def _rehearse(
+    flat: Flat, mode: Any, tensors: list[torch.Tensor]
+) -> tuple[tuple[Setting, ...], tuple[tuple[str, Any], ...]]:
+    """Run forward on fakes, to see what it does: the plain values that the first call sets, set in `flat` now, and the
+    attributes that it fills with tensors (`Trace.filled`).
 
     Raises:
-        TraceError: it sets others in the second call: a counter, or a choice of its own.
+        TraceError: it sets other plain values in the second call: a counter, or a choice of its own.
     """
-    settings: tuple[Setting, ...] = ()
-    for _ in range(2):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(HostRandomnessRefused())
-            stack.enter_context(mode)
-            stack.enter_context(_no_autocast_cache())
-            stack.enter_context(stack.enter_context(KeptFunctions()).recording())
-            flat(*(fake_tensor(mode, t) for t in tensors))
-        forget_fakes()
-        assert flat.last.seen is not None
-        if not flat.last.seen.settings:
-            return settings
-        if settings:
-            raise changed_attribute(flat.last.seen.settings[0])
-        settings = flat.last.seen.settings
-    return settings
+    first, stored = _run_on_fakes(flat, mode, tensors)
+    settings, last = first.settings, first
+    if settings:
+        last, stored = _run_on_fakes(flat, mode, tensors)
+        if last.settings:
+            raise changed_attribute(last.settings[0])
+    there = {name: plain_attribute(flat.model, name) for name in stored}
+    filled = {name: old for name, old in there.items() if not isinstance(old, torch.Tensor)}
+    if filled:
+        for name in filled:
+            set_attribute(flat.model, name, stored[name])
+        again = None
+        with contextlib.suppress(Exception):  # raised again when that call comes
+            again, _ = _run_on_fakes(flat, mode, tensors)
+        for name, old in filled.items():
+            set_attribute(flat.model, name, old)
+        flat.last.seen = last
+        if again is None or (again.calls, again.stored, again.settings) != (last.calls, last.stored, ()):
+            filled = {}  # forward reads them: the second call is another
+    return settings, tuple(filled.items())
+
+
+def _run_on_fakes(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[Seen, dict[str, torch.Tensor]]:
+    """What forward does, and what it leaves in attributes by name."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(HostRandomnessRefused())
+        stack.enter_context(mode)
+        stack.enter_context(stack.enter_context(KeptFunctions()).recording())
+        outputs = flat(*(fake_tensor(mode, t) for t in tensors))
+    forget_fakes()
+    seen = flat.last.seen
+    assert seen is not None
+    return seen, unflatten(seen.effects, outputs)[0] if seen.stored else {}
 
 
 def _position(tensors: list[torch.Tensor], wanted: torch.Tensor) -> int:
@@ -249,25 +293,15 @@ def _position(tensors: list[torch.Tensor], wanted: torch.Tensor) -> int:
     return len(tensors) - 1
 
 
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """A cast made in the rehearsal must not serve the trace."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
 def _refuse_untraceable(model: nn.Module) -> None:
-    """What torch traces to something else than it runs (found with torch 2.14: recurrent layers lose their dropout)."""
+    """What torch writes otherwise than it runs, for a device that is not here (torch 2.14: recurrent layers lose their
+    dropout)."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1 and module.training:
             raise TraceError(
                 f"{name or 'the model'} ({type(module).__name__}) has dropout={module.dropout} between its layers, which "
-                "torch leaves out when it traces: the plan would train another model. Stack one-layer modules with "
-                "nn.Dropout between them, or set dropout=0"
+                "torch leaves out when it traces for a device that is not here: the plan would train another model. Stack "
+                "one-layer modules with nn.Dropout between them, or set dropout=0"
             )
 
 
@@ -279,15 +313,34 @@ def _refuse_hooks(model: nn.Module) -> None:
             "a planned step; remove them, or put hooks on the model itself or on its parameters"
         )
     for name, module in model.named_modules():
-        if module is model:
-            continue
-        forward = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        ours = [h for h in forward if not getattr(type(h), "__module__", "").startswith("torch.nn.utils")]
-        if ours or module._backward_hooks or module._backward_pre_hooks:
+        for kind, hook in () if module is model else _hooks_of(module):
             raise TraceError(
-                f"submodule {name} ({type(module).__name__}) has hooks, which would not run in a planned step; remove them, "
-                "put them on the model itself or on its parameters, or plan the submodules beside it"
+                f"submodule {name} ({type(module).__name__}) has the {kind} {_code_name(hook)}, which a planned step would not "
+                "call. Remove it, put it on the model itself or on a parameter, make what it computes part of forward, or "
+                "plan the submodules beside it: model.part = gcsolve.solve(model.part, ...).module"
             )
+
+
+def _hooks_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """(kind, hook) of those whose effect cannot be known: not torch's own, which make a weight from others in forward."""
+    kinds = {
+        "forward hook": module._forward_hooks,
+        "forward pre-hook": module._forward_pre_hooks,
+        "backward hook": module._backward_hooks,
+        "backward pre-hook": module._backward_pre_hooks,
+    }
+    found = [(kind, hook) for kind, hooks in kinds.items() for hook in hooks.values()]
+    return [
+        (kind, hook) for kind, hook in found if not getattr(type(hook), "__module__", "").startswith("torch.nn.utils")
+    ]
+
+
+def _code_name(code: Any) -> str:
+    """Name of a function, and where the user wrote it."""
+    made = getattr(code, "__func__", getattr(code, "func", code))
+    name = getattr(made, "__qualname__", type(made).__name__)
+    where = getattr(made, "__code__", None)
+    return f"{name} ({shown_path(where.co_filename)}:{where.co_firstlineno})" if where else name
 
 
 def _copied(mode: Any, model: nn.Module, generators: dict[int, torch.Generator]) -> nn.Module:
@@ -373,6 +426,22 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
+# What models use that is not traced: (what the error then holds, name, what to do).
+_CANNOT = (
+    (
+        "TorchScript interpreter",
+        "TorchScript",
+        "Call the Python function itself (PYTORCH_JIT=0 switches scripting off)",
+    ),
+    (
+        "Dynamo",
+        "a function compiled with torch.compile",
+        'Plan and train it uncompiled, in `with torch.compiler.set_stance("force_eager"):`',
+    ),
+    ("being vmapped", "torch.vmap", "Write it with batched ops"),
+)
+
+
 def _worded(error: Exception, model: nn.Module, call: str) -> TraceError:
     line = user_line(error)
     at = f" at {line}" if line else ""
@@ -387,6 +456,12 @@ def _worded(error: Exception, model: nn.Module, call: str) -> TraceError:
             f"{type(model).__name__} branches on a tensor's value{at}: the two ways would need two plans. Replace the branch "
             "by torch.where, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
         )
+    for found, what, text in _CANNOT:
+        if found in str(error) or found in name:
+            return TraceError(
+                f"{type(model).__name__} uses {what}{at}, which is not traced. {text}, or plan the submodules around it: "
+                "model.part = gcsolve.solve(model.part, ...).module"
+            )
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return TraceError(
         f"{call} failed while it was traced{at}: {name}: {first}. If the same call works on the model itself, plan a part of "

@@ -22,7 +22,9 @@ import torch.distributions
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from gcsolve._torch import transform
 from gcsolve.errors import TraceError
+from gcsolve.structure import slots_of
 
 T = TypeVar("T")
 
@@ -47,10 +49,48 @@ def attributes_of(model: nn.Module, kind: type[T]) -> dict[str, T]:
     }
 
 
+def held_tensors(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+    """id -> (where it is, tensor) of those inside plain attributes: containers, objects, modules that are not registered."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    seen = {id(module) for module in model.modules()}
+    for path, module in model.named_modules():
+        stack = [(attribute_name(path, name), value) for name, value in _own(module).items()]
+        while stack:
+            name, value = stack.pop()
+            if id(value) in seen or isinstance(value, (*_PLAIN, *_CODE, numpy.ndarray)):
+                continue
+            seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                found[id(value)] = name, value
+            elif isinstance(value, Mapping):
+                stack += [(f"{name}[{key!r}]", item) for key, item in value.items()]
+            elif isinstance(value, (list, tuple, set, frozenset)) or hasattr(value, "appendleft"):
+                stack += [(f"{name}[{at}]", item) for at, item in enumerate(value)]
+            else:
+                stack += [(f"{name}.{part}", item) for part, item in _parts(value)]
+    return found
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """(name, content) of an object's attributes."""
+    if isinstance(value, nn.Module):
+        return [*{**_own(value), **value._parameters, **value._buffers, **value._modules}.items()]
+    return [*(vars(value).items() if hasattr(value, "__dict__") else ()), *slots_of(value)]
+
+
 def set_attribute(model: nn.Module, name: str, value: Any) -> None:
-    """Set the attribute that `attribute_name` names, past what nn.Module does when one is set."""
+    """Set the attribute that `attribute_name` names, past what nn.Module does when one is set; `MISSING`: remove it."""
     path, _, last = name.rpartition(".")
-    vars(model.get_submodule(path))[last] = value
+    if value is MISSING:
+        vars(model.get_submodule(path)).pop(last, None)
+    else:
+        vars(model.get_submodule(path))[last] = value
+
+
+def plain_attribute(model: nn.Module, name: str) -> Any:
+    """What `attribute_name` names; `MISSING` where nothing is."""
+    path, _, last = name.rpartition(".")
+    return vars(model.get_submodule(path)).get(last, MISSING)
 
 
 def token(value: Any, tensor: Callable[[torch.Tensor], Any], seen: set[int]) -> Any:
@@ -80,9 +120,8 @@ def token(value: Any, tensor: Callable[[torch.Tensor], Any], seen: set[int]) -> 
         return (type(value), frozenset(map(str, value)))
     if isinstance(value, (list, tuple)) or hasattr(value, "appendleft"):
         return (type(value), tuple(token(v, tensor, seen) for v in value))
-    if hasattr(value, "__dict__"):
-        return (type(value), tuple((k, token(v, tensor, seen)) for k, v in vars(value).items()))
-    return type(value)
+    held = _parts(value)
+    return (type(value), tuple((k, token(v, tensor, seen)) for k, v in held)) if held else type(value)
 
 
 @dataclass(frozen=True)
@@ -238,15 +277,26 @@ def identity(t: torch.Tensor) -> Any:
     return (tuple(t.shape), t.dtype) if isinstance(t, nn.Parameter) else id(t)
 
 
+def _shown(t: torch.Tensor) -> str:
+    """As in "float32[8, 32], requires_grad"."""
+    grad = ", requires_grad" if t.requires_grad else ""
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{grad}"
+
+
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        grad = ", requires_grad" if value.requires_grad else ""
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"
+        return _shown(value)
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 # --- the same call twice ---------------------------------------------------------------------------------------------
+
+
+_UNTRACED = {  # torch function -> its name for users, and what to do instead
+    "ctc_loss": ("ctc_loss", "Return the log-probabilities, and take the loss of the planned module's output"),
+    "_pack_padded_sequence": ("a packed sequence", "Pad and mask instead"),
+}
 
 
 class Rehearsed(TorchFunctionMode):
@@ -258,24 +308,51 @@ class Rehearsed(TorchFunctionMode):
     Args:
         calls: those of the first run; None: this is the first.
         line: "file:line" of the user's line that is running.
+        model: what is run, to name what hangs on it.
     """
 
-    def __init__(self, calls: list[Any] | None, line: Callable[[], str]) -> None:
+    def __init__(self, calls: list[Any] | None, line: Callable[[], str], model: nn.Module) -> None:
         super().__init__()
-        self.expected, self.line = calls, line
+        self.expected, self.line, self.model = calls, line, model
         self.calls: list[Any] = []
         self.uses_autograd = False
         self.default_dtype = torch.get_default_dtype()
         self.sets_default_dtype = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        under = transform()
+        if under in ("Grad", "Jvp"):
+            raise TraceError(
+                f"forward uses a transform of torch.func (grad, jvp) at {self.line()}, which is not traced. Use "
+                "torch.autograd.grad, or plan the submodules beside it: model.part = gcsolve.solve(model.part, ...).module"
+            )
         kwargs = kwargs or {}
-        made = (func, token((args, kwargs), lambda t: (tuple(t.shape), t.dtype), set()))
+        real: list[torch.Tensor] = []
+
+        def described(t: torch.Tensor) -> Any:
+            if not under and t.requires_grad and type(t) in (torch.Tensor, nn.Parameter):
+                real.append(t)
+            return (tuple(t.shape), t.dtype)
+
+        made = (func, token((args, kwargs), described, set()))
         self.sets_default_dtype |= torch.get_default_dtype() != self.default_dtype
         self.uses_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+        if getattr(func, "__name__", "") in _UNTRACED:
+            what, instead = _UNTRACED[func.__name__]
+            raise TraceError(
+                f"forward uses {what} at {self.line()}, which is not traced: shapes follow from the values of the lengths. "
+                f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
+            )
         result = func(*args, **kwargs)
         if isinstance(result, _PLAIN) and result is not None:
             return result  # a question (a shape, a dtype); what its answer decides will show
+        if real and isinstance(result, torch.Tensor) and result.requires_grad:
+            name = held_tensors(self.model).get(id(real[0]), ("a tensor from outside the model", None))[0]
+            raise TraceError(
+                f"forward uses {name} ({_shown(real[0])}) at {self.line()}: neither a parameter of the model nor an argument, "
+                "so a planned step could not give it its gradient. Register it (nn.ParameterList, nn.ModuleList), or pass it "
+                "as an argument"
+            )
         at = len(self.calls)
         self.calls.append(made)
         if self.expected is not None and (at >= len(self.expected) or self.expected[at] != made):
@@ -315,8 +392,9 @@ class HostRandomnessRefused:
         python, (state, comparable), torch_state = self.before
         drawn = [("random", random.getstate() != python), ("numpy.random", _numpy_state()[1] != comparable)]
         moved = [name for name, has_moved in drawn if has_moved]
-        random.setstate(python)
-        numpy.random.set_state(state)
+        if moved:  # by forward, or by another thread
+            random.setstate(python)
+            numpy.random.set_state(state)
         if not torch.equal(torch.get_rng_state(), torch_state):
             torch.set_rng_state(torch_state)
         if moved and kind is None:
@@ -369,6 +447,31 @@ def seeding_refused(line: Callable[[], str]) -> Iterator[None]:
     finally:
         for module, name, original in originals:
             setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """In this block, of this thread, `torch.inference_mode` is `torch.no_grad`: a trace knows the one, and loses the other."""
+    here, kind = threading.get_ident(), torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+    entered: list[Any] = []
+
+    def enter_no_grad(self: Any) -> None:
+        if threading.get_ident() != here:
+            return enter(self)
+        entered.append(torch.set_grad_enabled(not self.mode))
+        return None
+
+    def leave_no_grad(self: Any, *error: Any) -> None:
+        if threading.get_ident() != here:
+            return leave(self, *error)
+        return entered.pop().__exit__(*error)
+
+    kind.__enter__, kind.__exit__ = enter_no_grad, leave_no_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 class StandIns:

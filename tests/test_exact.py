@@ -16,7 +16,7 @@ from gcsolve.errors import CallError
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.solvers.base import judged
 from tests import models
-from tests.training import assert_same, assert_trains_the_same, call, total, train
+from tests.training import Of, assert_same, assert_trains_the_same, call, total, train
 
 
 def _x(*shape: int) -> torch.Tensor:
@@ -164,6 +164,34 @@ def test_autocast_around_the_call_backward_outside(dtype: torch.dtype) -> None:
         plan = gcsolve.solve(planned, x, budget=1.0)
     assert_same(train(under(plain), x), train(under(plan.module), x))
     assert len(plan.module._gcsolve.cache) == 1  # planned under autocast: no second plan was needed
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_autocast_casts_a_shared_weight_once(around: bool) -> None:
+    """So its gradients are summed in the lower precision; not that of a cast that the model writes itself."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not around):
+            for _ in range(3):
+                x = torch.tanh(m.a(x))
+            x = x @ m.a.weight.to(torch.bfloat16) + m.rnn(x.float())[0]
+            with torch.autocast("cpu", enabled=False):
+                x = m.a(x.float())
+        return x
+
+    torch.manual_seed(0)
+    model = Of(
+        forward if not around else lambda m, x: sum(m.a(torch.tanh(m.a(x))) for _ in range(3)), a=nn.Linear(8, 8)
+    )
+    model.rnn = nn.GRU(8, 8)
+    left = []
+    for module in (copy.deepcopy(model), None):
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            module = module or gcsolve.solve(model, _x(16, 8), budget="1GB", solver=KeepNothing()).module
+            output = module(_x(16, 8))
+        output.float().square().mean().backward()
+        left.append({name: p.grad for name, p in module.named_parameters()})
+    assert_same(*left)
 
 
 def test_planned_without_autocast_then_called_under_it_plans_again() -> None:

@@ -146,6 +146,30 @@ def test_several_generators(same: bool) -> None:
     assert len(plan.module._gcsolve.cache) == 1  # another generator is no reason to plan again
 
 
+def test_draws_from_a_generator_that_is_given_are_replayed_too() -> None:
+    """From its state at the first draw; the generator itself draws once. `poisson` takes it as a positional argument."""
+    torch.manual_seed(0)
+
+    def step(m: Any, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(m.a(x)) * torch.bernoulli(torch.full_like(x, 0.7), generator=generator)
+            x = torch.tanh(m.b(x) * torch.poisson(torch.full_like(x, 3.0), generator=generator))
+        return x
+
+    model = Of(step, **_two())
+    left: list[dict[str, Any]] = []
+    module = model
+    for module in (copy.deepcopy(model), gcsolve.solve(model, _given(), budget="1GB", solver=KeepNothing()).module):
+        example = _given()
+        left.append(train(module, example) | {"given": example[1].get_state()})
+    assert_same(*left)
+    assert "generator_at" in module.code
+
+
+def _given() -> tuple[torch.Tensor, torch.Generator]:
+    return x(16, 8), torch.Generator().manual_seed(5)
+
+
 def _seeds(m: Any, x: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(3)
     return F.dropout(m.a(x), 0.5)
@@ -171,6 +195,8 @@ def _counts(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.a(x) * len(_Elsewhere.calls)
 
 
+_MODULE = nn.Linear(8, 8)  # of nobody
+
 HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
     "numpy": (lambda m, x: m.a(x) * numpy.random.rand(), r"draws from numpy\.random"),
     "python": (lambda m, x: m.a(x) * random.random(), r"draws from random"),
@@ -181,6 +207,28 @@ HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
     "seeding": (_seeds, r"torch\.manual_seed at .*test_exact_effects\.py"),
     "forking": (_forks, r"torch\.(manual_seed|set_rng_state) at .*test_exact_effects\.py"),
     "generator of a class": (lambda m, x: m.a(x) * torch.rand(8, generator=_Elsewhere.torch), r"torch\.Generator"),
+    "module of nobody": (
+        lambda m, x: _MODULE(m.a(x)),
+        r"a tensor from outside the model .* at .*test_exact_effects\.py",
+    ),
+    "module in a list": (
+        lambda m, x: m.parts[0](m.a(x)),
+        r"parts\[0\]\.weight .* at .*test_exact_effects\.py.*Register it",
+    ),
+    "vmap": (lambda m, x: torch.vmap(lambda row: m.a(row) * row.sum())(x), r"uses torch\.vmap.*batched ops"),
+    "func.grad": (
+        lambda m, x: m.a(torch.func.grad(lambda y: m.a(y).sum())(x)),
+        r"torch\.func \(grad, jvp\) at .*test_exact_effects\.py.*torch\.autograd\.grad",
+    ),
+    "ctc_loss": (
+        lambda m, x: F.ctc_loss(m.a(x[:, None]), torch.ones(1, 2).long(), (4,), (2,)),
+        r"ctc_loss at .*test_exact_effects\.py.*the loss of the planned module's output",
+    ),
+    "packed sequence": (
+        lambda m, x: nn.utils.rnn.pack_padded_sequence(m.a(x)[:, None], [4]).data,
+        r"packed sequence at .*test_exact_effects\.py.*Pad and mask",
+    ),
+    "sparse gradient": (lambda m, x: F.embedding(torch.arange(4), m.a.weight, sparse=True), "sparse=False"),
     "host branch": (
         lambda m, x: m.a(x) if torch.rand(1).item() < 0.5 else x,
         r"branches on a tensor's value at .*test_ex",
@@ -191,7 +239,7 @@ HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_a_trace_would_bake_in_is_refused_by_name(name: str) -> None:
     function, message = HIDDEN[name]
-    model = Of(function, a=nn.Linear(8, 8))
+    model = Of(function, a=nn.Linear(8, 8), parts=[nn.Linear(8, 8)])
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index, union-attr]
     with pytest.raises(TraceError, match=message):
         gcsolve.solve(model, x(4, 8), budget=1.0)
@@ -343,7 +391,25 @@ def test_tensors_stored_on_modules_are_those_of_this_step_and_carry_gradients() 
             optimizer.step()
         left.append([module[0].last, module[0].penalty.detach(), *(p.detach() for p in module.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
-    assert len(plan.module._gcsolve.cache) == 2  # planned again once: the attributes hold tensors now
+    assert len(set(map(id, plan.module._gcsolve.cache.values()))) == 1  # filled attributes are no reason to plan again
+
+
+def test_attributes_that_forward_reads_once_they_are_filled_are_planned_for() -> None:
+    torch.manual_seed(0)
+
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(m.a(x)) if m.state is None else torch.tanh(m.a(x) + m.state)
+        m.state, m.unread = y.detach(), y.sum().detach()
+        return m.b(y)
+
+    model, example = Of(step, **_two(), state=None), x(16, 8)
+    plan = gcsolve.solve(model, example, budget="1MB")
+    assert_same(train(copy.deepcopy(model), example), train(plan.module, example))
+    assert len(set(map(id, plan.module._gcsolve.cache.values()))) == 2
+    model.state = None
+    expected = copy.deepcopy(model)(example)
+    assert torch.equal(plan.module(example), expected)
+    assert torch.equal(model.state, torch.tanh(model.a(example)))
 
 
 def test_a_gradient_at_a_stored_tensor_that_is_no_scalar_has_to_be_asked_for() -> None:
@@ -389,6 +455,43 @@ class _Config:
 
     def __init__(self) -> None:
         self.kind = None
+
+
+def test_what_hangs_on_a_module_is_read_as_it_is_then() -> None:
+    """Tensors in lists and in objects, and what objects with slots hold, changed between two steps."""
+
+    class Slots:
+        __slots__ = ("factor", "offset")
+
+    torch.manual_seed(0)
+    model, example = (
+        Of(lambda m, x: m.a(x).tanh() * m.kept[0] * m.held.factor + m.held.offset, a=nn.Linear(8, 8)),
+        x(4, 8),
+    )
+    model.kept, model.held = [torch.ones(8)], Slots()
+    model.held.factor, model.held.offset = 2.0, torch.zeros(8)
+    planned = gcsolve.solve(model, example, budget="1MB").module
+    changes: list[Callable[[], Any]] = [
+        lambda: model.kept[0].mul_(2),
+        lambda: setattr(model.held, "factor", 3.0),
+        lambda: model.held.offset.add_(1),
+    ]
+    for change in changes:
+        change()
+        assert torch.equal(planned(example), model(example))
+
+
+def test_inference_mode_inside_is_no_grad() -> None:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            kept = torch.tanh(m.a(x))
+        return torch.tanh(m.b(x) * kept.clone())
+
+    torch.manual_seed(0)
+    model, example = Of(step, **_two()), x(4, 8)
+    expected = train(copy.deepcopy(model), example)
+    assert_same(expected, train(gcsolve.solve(model, example, budget="1MB").module, example))
+    assert model.a.weight.grad is None
 
 
 def test_a_setting_that_the_first_call_makes() -> None:

@@ -107,7 +107,7 @@ def _narrow_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _recurrent(m: Any, x: torch.Tensor) -> torch.Tensor:
-    state, out = torch.zeros(x.shape[1], 16), []
+    state, out = torch.zeros(x.shape[1], 12), []
     for step in x:
         state = m.cell(step, state)
         out.append(state)
@@ -153,9 +153,9 @@ def test_computations(name: str) -> None:
 def test_a_recurrent_loop_of_50_steps(cell: Any) -> None:
     torch.manual_seed(0)
     if cell is nn.LSTMCell:
-        made: nn.Module = Of(lambda m, x, h: m.inner(x, (h, h))[0], inner=cell(8, 16))
+        made: nn.Module = Of(lambda m, x, h: m.inner(x, (h, h))[0], inner=cell(8, 12))
     else:
-        made = cell(8, 16)
+        made = cell(8, 12)
     model, example = Of(_recurrent, cell=made), x(50, 2, 8)
     expected = train(copy.deepcopy(model), example)
     plan = gcsolve.solve(model, example, budget=0.8, solver="greedy")
@@ -163,13 +163,19 @@ def test_a_recurrent_loop_of_50_steps(cell: Any) -> None:
     assert_same(expected, train(plan.module, example))
 
 
-def test_recurrent_layers() -> None:
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("first", [True, False])
+def test_recurrent_layers(kind: Any, first: bool) -> None:
+    """A width that no vector unit divides, an input with and without gradient, and dropout between the layers."""
     torch.manual_seed(0)
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        model, example = kind(8, 16, num_layers=2, bidirectional=True, batch_first=True), x(3, 6, 8)
-        expected = train(copy.deepcopy(model), example)
-        plan = gcsolve.solve(model, example, budget="1MB", solver=KeepNothing())
-        assert_same(expected, train(plan.module, example))
+    layers = kind(8, 12, num_layers=2, bidirectional=True, batch_first=first, dropout=0.3)
+    model, example = (
+        Of(lambda m, x: m.layers(x if first else torch.tanh(m.a(x)))[0], a=nn.Linear(8, 8), layers=layers),
+        x(3, 3, 8),
+    )
+    expected = train(copy.deepcopy(model), example)
+    plan = gcsolve.solve(model, example, budget="1MB", solver=KeepNothing())
+    assert_same(expected, train(plan.module, example))
 
 
 def test_the_default_dtype_around_the_call_only() -> None:
@@ -371,25 +377,23 @@ def test_copying_and_pickling() -> None:
 
 
 def test_two_threads_plan_and_train() -> None:
-    """At once: no trace disturbs another, and no replay of a dropout meets another thread's draw.
-
-    They train when both have planned: while one thread plans, the untouched model itself rounds otherwise in another.
-    """
+    """At once: no trace disturbs the other thread, traced or training, and no replay of a dropout meets another's draw."""
     problems: list[BaseException] = []
-    planned_both = threading.Barrier(2, timeout=600)
 
     def work(k: int) -> None:
         try:
-            model = models.MLP(3, 16)
-            plain = copy.deepcopy(model)
-            planned = gcsolve.solve(model, x(8 + k, 16), budget="1MB").module
+            for _ in range(3):  # while one plans, the other trains
+                model = models.MLP(3, 16)
+                plain = copy.deepcopy(model)
+                planned = gcsolve.solve(model, x(8 + k, 16), budget="1MB").module
+                for _ in range(5):
+                    for module in (plain, planned):
+                        total(module(x(8 + k, 16))).backward()
+                assert all(
+                    torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+                )
             drop = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
             dropped = gcsolve.solve(drop, x(512, 16).requires_grad_(), budget="1GB", solver=KeepNothing()).module
-            planned_both.wait()
-            for _ in range(5):
-                for module in (plain, planned):
-                    total(module(x(8 + k, 16))).backward()
-            assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
             drop[0].weight.data.copy_(torch.eye(16))
             drop[0].bias.data.zero_()
             for _ in range(30):
@@ -406,6 +410,24 @@ def test_two_threads_plan_and_train() -> None:
     for thread in threads:
         thread.join()
     assert problems == []
+
+
+def test_planning_changes_no_kernel_of_another_thread() -> None:
+    """torch.export switches whole back ends off while it traces, for all threads."""
+    seen: list[bool] = []
+    before = torch.backends.mkldnn.enabled
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.backends.mkldnn.enabled)
+            return self.linear(x).tanh()
+
+    gcsolve.solve(Looks(), x(4, 8), budget=1.0)
+    assert set(seen) == {before}
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
@@ -433,6 +455,27 @@ def test_transforms_are_refused_by_name() -> None:
         torch.func.vmap(planned)(x(2, 8, 16))
     with forward_ad.dual_level(), pytest.raises(CallError, match="forward-mode"):
         planned(forward_ad.make_dual(x(8, 16), x(8, 16)))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about a tensor that it looks at
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_planned_module_runs_as_planned(backend: str) -> None:
+    """torch.compile takes what is around it; asked for one whole graph, it says that a plan is in the way."""
+    torch.manual_seed(0)
+    left: list[list[torch.Tensor | None]] = []
+    for module in _pair(models.Dropout(), x(4, 8, 16), budget=0.8):
+        torch.manual_seed(1)
+        whole = Of(lambda m, x: m.head(m.part(x.sin())).tanh(), part=module, head=nn.Linear(16, 16))
+        nn.init.eye_(whole.head.weight)
+        nn.init.zeros_(whole.head.bias)
+        run = torch.compile(whole, backend=backend) if left else whole
+        for _ in range(2):
+            total(run(x(4, 8, 16))).backward()
+        left.append(_gradients(module))
+    _equal(left)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="a gcsolve plan runs as it was planned"):
+        torch.compile(whole, backend=backend, fullgraph=True)(x(4, 8, 16))
 
 
 def test_requires_grad_changed_after_planning() -> None:

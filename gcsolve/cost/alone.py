@@ -96,7 +96,9 @@ def run_alone(
         copies: so many sets of operands are used in turn, and of each the last result is kept: with enough of them,
             operands and results have left the caches when their turn comes. One: nothing is kept.
     """
-    with _torch.no_modes(), torch.no_grad(), _torch.disable_autocast(), _random_state_kept(device):
+    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    kept = _random_state_kept(device) if draws else contextlib.nullcontext()
+    with _torch.no_modes(), torch.no_grad(), _torch.disable_autocast(), kept:
         for fill in fills:
             try:
                 first = made_up(node, device, fill)
