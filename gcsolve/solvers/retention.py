@@ -74,7 +74,7 @@ TIED_GROUPS = (1, 2, 4)
 POLISH_VARIABLES = 900
 POLISH_NODES = 60_000  # over the program's variables
 POLISH_ROUNDS = 4
-POLISHED = 0.02
+POLISHED = 0.0005
 """Polishing stops at this part of the asked gap."""
 TINY_SHARE = 1e-3
 """Values that sum up to this share of the budget are kept without asking; never more than a tenth of the gap."""
