@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.module_tracker import ModuleTracker
 
 __all__ = [
     "Casts",
@@ -171,14 +172,18 @@ class Casts(TorchDispatchMode):
 
 
 def global_module_hooks() -> bool:
-    """Whether hooks are registered that run for every module there is."""
+    """Whether hooks are registered that run for every module there is, other than those by which torch's own counters
+    (`FlopCounterMode`) keep track of which module runs: these change nothing, and a planned step is one module to them."""
+    registered = (
+        global_hooks._global_forward_hooks,
+        global_hooks._global_forward_pre_hooks,
+        global_hooks._global_backward_hooks,
+        global_hooks._global_backward_pre_hooks,
+    )
     return any(
-        (
-            global_hooks._global_forward_hooks,
-            global_hooks._global_forward_pre_hooks,
-            global_hooks._global_backward_hooks,
-            global_hooks._global_backward_pre_hooks,
-        )
+        not isinstance(getattr(hook, "__self__", None), ModuleTracker)
+        for hooks in registered
+        for hook in hooks.values()
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import gcsolve
 from gcsolve.errors import TraceError
@@ -657,3 +658,14 @@ def test_hooks_on_every_module_are_refused() -> None:
     finally:
         handle.remove()
     call(gcsolve.solve(model, x(8, 32), budget="1MB").module, x(8, 32))
+
+
+def test_torchs_flop_counter_counts_a_planned_step() -> None:
+    model = models.MLP()
+    inputs = x(64, 32)
+    flops = []
+    for module in (model, gcsolve.solve(model, inputs, solver="store_all", budget=1.0).module):
+        with FlopCounterMode(display=False) as counter:
+            module(inputs).sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] > 0
