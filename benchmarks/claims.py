@@ -286,10 +286,11 @@ def seventy_b_text() -> str:
             raise RuntimeError(f"planning the 70B model ({kind}) failed:\n{done.stderr[-3000:]}")
         told = json.loads(done.stdout.splitlines()[-1])
         within = told["cpu_s"] < 300 and told["bytes"] < 6e9
+        shared = ", shared with other work" if told["wall_s"] > 1.5 * told["cpu_s"] else ""
         parts += [
             f"## Llama-70B's shape, {what}, rank-16 adapters in bf16, AdamW, batch 1, length 4096, {device}",
             told["text"],
-            f"planned in {told['cpu_s']:.0f} s of one core (here {told['wall_s']:.0f} s, shared with other work) and at most "
+            f"planned in {told['cpu_s']:.0f} s of one core (here {told['wall_s']:.0f} s{shared}) and at most "
             f"{told['bytes'] / GB:.2f} GB of this machine's memory: {'within' if within else 'NOT within'} 5 minutes of one "
             "core and 6 GB",
         ]

@@ -99,7 +99,8 @@ def interleaved_samples(
 
     Args:
         callables: what to time.
-        repeats: rounds; every second one runs in reverse order.
+        repeats: rounds; every second one runs in reverse order, and every two begin with another callable, as what ran
+            before leaves the memory and the caches in its own state.
         warmup: untimed rounds before.
         device: where they run; on CUDA each run is waited for.
         clock: seconds; `time.process_time` (CPU seconds of all threads) is the one to trust on a busy machine.
@@ -114,8 +115,9 @@ def interleaved_samples(
 
     seconds: list[list[float]] = [[] for _ in callables]
     for round_ in range(-warmup, repeats):
-        order = range(len(callables)) if round_ % 2 == 0 else reversed(range(len(callables)))
-        for i in order:
+        start = round_ // 2 % max(1, len(callables))
+        order = [*range(start, len(callables)), *range(start)]
+        for i in order if round_ % 2 == 0 else reversed(order):
             finish()
             started = clock()
             callables[i]()

@@ -145,7 +145,13 @@ def test_interleaved_times_runs_in_turn():
     times = interleaved_times([lambda: ran.append("a"), lambda: ran.append("b")], repeats=3, warmup=1)
     assert len(times) == 2
     assert all(t >= 0 for t in times)
-    assert ran == ["b", "a", "a", "b", "b", "a", "a", "b"]
+    assert ran == ["a", "b", "a", "b", "b", "a", "b", "a"]
+
+
+def test_interleaved_rounds_begin_with_each_in_turn():
+    ran: list[int] = []
+    interleaved_times([lambda i=i: ran.append(i) for i in range(3)], repeats=6, warmup=0)
+    assert ran == [0, 1, 2, 2, 1, 0, 1, 2, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2]
 
 
 def test_interleaved_times_reads_the_given_clock():
