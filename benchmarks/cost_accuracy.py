@@ -38,6 +38,7 @@ from gcsolve.report.tables import text_table
 
 RESULTS = Path(__file__).parent / "results"
 FRACTIONS = (0.6, 0.4)
+SOLVE_S = 15.0
 WITHIN = 0.05  # predicted ratio / measured ratio
 PEAK_WITHIN = 0.01
 
@@ -116,10 +117,10 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 def budgets(base: gcsolve.Plan) -> Iterator[tuple[str, gcsolve.Plan]]:
     for fraction in FRACTIONS:
         try:
-            yield f"{fraction:.0%}", base.at(budget=fraction, progress=False)
+            yield f"{fraction:.0%}", base.at(budget=fraction, time_limit_s=SOLVE_S, progress=False)
         except gcsolve.InfeasibleBudget:
-            least = base.minimum_budget()
-            yield "least+2%", base.at(budget=f"{int(1.02 * least.bytes)}B", progress=False)
+            least = base.minimum_budget(time_limit_s=SOLVE_S)
+            yield "least+2%", base.at(budget=f"{int(1.02 * least.bytes)}B", time_limit_s=SOLVE_S, progress=False)
             return
 
 
