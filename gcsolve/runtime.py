@@ -33,7 +33,7 @@ class Step:
         wanted = {at for _, at in joint.gradients}
         returned = _Function.apply(_Call(self, inputs), *(t for i, t in enumerate(inputs) if i in wanted))
         outputs: list[torch.Tensor] = []
-        for plan in joint.outputs:
+        for plan, differentiable in zip(joint.outputs, self.trace.differentiable, strict=True):
             value = returned[plan.position]
             if plan.kind == "input":
                 value = inputs[plan.base]
@@ -41,7 +41,7 @@ class Step:
                 value = inputs[plan.base].as_strided(value.shape, value.stride(), value.storage_offset())
             elif plan.kind == "view_of_output":
                 value = returned[plan.base].as_strided(value.shape, value.stride(), value.storage_offset())
-            outputs.append(value)
+            outputs.append(value.detach() if value.requires_grad and not differentiable else value)
         return self._guard_unplanned(outputs)
 
     def _guard_unplanned(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ or on meta, and a failed trace leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import random
@@ -113,14 +114,29 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise TraceError(f"parameter {name} has no shape yet (a lazy module); call the model once before planning")
     if kernels is not None:
         _refuse_untraceable(model)
     _refuse_hooks(model)
-    with _TRACING:  # export and what it sets in torch are for one thread at a time
+    with _TRACING, _uncollected():  # export and what it sets in torch are for one thread at a time
         return _traced(model, args, kwargs, loss, all_outputs, kernels)
 
 
 _TRACING = threading.RLock()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """A trace makes objects by the million and drops few: looking through them again and again takes a sixth of its time."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def _traced(
@@ -433,11 +449,9 @@ _CANNOT = (
         "TorchScript",
         "Call the Python function itself (PYTORCH_JIT=0 switches scripting off)",
     ),
-    (
-        "Dynamo",
-        "a function compiled with torch.compile",
-        'Plan and train it uncompiled, in `with torch.compiler.set_stance("force_eager"):`',
-    ),
+    ("dynamo-optimized", "a function or module compiled with torch.compile", "Use it uncompiled"),
+    ("Dynamo", "torch.cond, or a function compiled with torch.compile", "Use torch.where, or the function uncompiled"),
+    ("SyntaxError", "Tensor.random_ with bounds", "Use torch.randint"),
     ("being vmapped", "torch.vmap", "Write it with batched ops"),
 )
 

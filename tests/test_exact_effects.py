@@ -229,6 +229,8 @@ HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, x: nn.utils.rnn.pack_padded_sequence(m.a(x)[:, None], [4]).data,
         r"packed sequence at .*test_exact_effects\.py.*Pad and mask",
     ),
+    "compiled function": (lambda m, x: m.compiled(m.a(x)), r"compiled with torch\.compile.*uncompiled"),
+    "lazy module": (lambda m, x: m.lazy(m.a(x)), "lazy.weight has no shape yet .*call the model once"),
     "sparse gradient": (lambda m, x: F.embedding(torch.arange(4), m.a.weight, sparse=True), "sparse=False"),
     "host branch": (
         lambda m, x: m.a(x) if torch.rand(1).item() < 0.5 else x,
@@ -240,7 +242,9 @@ HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_a_trace_would_bake_in_is_refused_by_name(name: str) -> None:
     function, message = HIDDEN[name]
-    model = Of(function, a=nn.Linear(8, 8), parts=[nn.Linear(8, 8)])
+    model = Of(function, a=nn.Linear(8, 8), parts=[nn.Linear(8, 8)], compiled=torch.compile(torch.sin, backend="eager"))
+    if name == "lazy module":
+        model.lazy = nn.LazyLinear(8)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tobytes()  # type: ignore[index, union-attr]
     with pytest.raises(TraceError, match=message):
         gcsolve.solve(model, x(4, 8), budget=1.0)

@@ -67,6 +67,8 @@ def _outputs(m: Any, x: torch.Tensor) -> dict[str, Any]:
     views = {
         "transposed": m.a.weight.t(),
         "slice": m.w[2:5],
+        "detached": m.w.detach(),
+        "detached slice": m.a.weight[1:].detach(),
         "tail": x[1:],
         "spread": y.sum(0, keepdim=True).expand(4, 8),
     }
