@@ -17,6 +17,7 @@ import math
 import pickle
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,27 @@ def run_growth(limit_s: float) -> list[dict[str, Any]]:
     return rows
 
 
+def run_chain(ops: int = 3000) -> dict[str, float]:
+    """A chain of small ops: CPU seconds to plan it."""
+
+    class Chain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for _ in range(ops):
+                x = torch.sin(x)
+            return x
+
+    started = time.process_time()
+    plan = gcsolve.solve(Chain(), torch.zeros(64, 8), budget=0.5)
+    found = {"ops": ops, "cpu_s": time.process_time() - started, "gap": plan.gap}
+    say(f"chain of {ops} ops: planned in {found['cpu_s']:.1f} s of CPU")
+    return found
+
+
 def exponent(rows: list[dict[str, Any]], key: str) -> float:
     """Slope of log seconds over log ops, by least squares."""
     x = [math.log(r["ops"]) for r in rows]
@@ -239,6 +261,9 @@ def report(results: dict[str, Any]) -> str:
                 for r in rows
             ],
         )
+        if "chain" in results:
+            chain = results["chain"]
+            lines += [f"chain of {chain['ops']} ops: planned in {chain['cpu_s']:.1f} s of CPU, gap {chain['gap']:.3%}"]
         lines += [f"trace ~ ops^{exponent(rows, 'trace_s'):.2f}, solve ~ ops^{exponent(rows, 'solve_s'):.2f}", ""]
     held = list(checks(results))
     failed = [what for what, holds in held if not holds]
@@ -265,6 +290,7 @@ def main() -> int:
         keep(path, results)
     if asked.growth:
         results["growth"] = run_growth(asked.time_limit_s)
+        results["chain"] = run_chain()
         keep(path, results)
     print(report(results))
     return 0 if all(holds for _, holds in checks(results)) else 1

@@ -165,6 +165,23 @@ def test_a_recurrent_loop_of_50_steps(cell: Any) -> None:
     assert_same(expected, train(plan.module, example))
 
 
+def _chain(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = m.a(x)
+    for _ in range(1200):
+        x = torch.sin(x)
+    return x
+
+
+@pytest.mark.heavy
+def test_a_chain_longer_than_pythons_stack() -> None:
+    torch.manual_seed(0)
+    model, example = Of(_chain, a=nn.Linear(8, 8)), x(64, 8)
+    expected = train(copy.deepcopy(model), example)
+    plan = gcsolve.solve(model, example, budget=0.5)
+    assert plan.overhead > 0
+    assert_same(expected, train(plan.module, example))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("first", [True, False])
 def test_recurrent_layers(kind: Any, first: bool) -> None:
