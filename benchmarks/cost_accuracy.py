@@ -6,8 +6,10 @@ store-all's. Measured: in every round each plan and store-all run in turn; the m
 beside it the middle half of those ratios. Store-all is run twice a round: its ratio to itself is the noise of the machine.
 Also the predicted peak against the measured one, and what the roofline predicted.
 
-One thread, and CPU seconds of the process: on a machine that others use, wall time says little. To hold it to one core
-as well: `taskset -c 1 python benchmarks/cost_accuracy.py`. Results go to benchmarks/results/cost_accuracy.json and .txt;
+Ops are measured afresh (no cache from earlier runs), and malloc is told to keep its memory (glibc): by default it gives
+some back to the system and takes it again, in one step more than in the next. One thread, and CPU seconds of the
+process: on a machine that others use, wall time says little. To hold it to one core as well:
+`taskset -c 1 python benchmarks/cost_accuracy.py`. Results go to benchmarks/results/cost_accuracy.json and .txt;
 models named by --models replace their part of it. The exit status is 1 when a check fails. --quick: one small model,
 nothing written.
 """
@@ -15,6 +17,8 @@ nothing written.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -22,6 +26,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +72,8 @@ HEADS = (
     "step s",
     "of ops s",
 )
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 Row = dict[str, Any]
 
@@ -148,6 +155,14 @@ def error(row: Row) -> float:
     return row["predicted"] / row["measured"][1] - 1
 
 
+def keep_memory() -> None:
+    """Let malloc hand nothing back to the system in this process, nor take large blocks from it one by one."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        malloc = ctypes.CDLL(None)
+        malloc.mallopt(M_MMAP_MAX, 0)
+        malloc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def checks(rows: list[Row]) -> Iterator[tuple[str, bool]]:
     for row in rows:
         at = f"{row['model']} at {row['budget']}"
@@ -205,12 +220,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one small model; nothing is written")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    keep_memory()
     chosen = QUICK if arguments.quick else {name: REDUCED[name] for name in arguments.models or REDUCED}
     stored = RESULTS / "cost_accuracy.json"
     known: dict[str, list[Row]] = json.loads(stored.read_text()) if stored.exists() and not arguments.quick else {}
-    for name, factory in chosen.items():
-        known[name] = list(rows_of(name, factory(), arguments.repeats))
-        gc.collect()
+    with tempfile.TemporaryDirectory() as fresh:
+        os.environ["XDG_CACHE_HOME"] = fresh
+        for name, factory in chosen.items():
+            known[name] = list(rows_of(name, factory(), arguments.repeats))
+            gc.collect()
     rows = [row for name in chosen for row in known[name]]
     if not arguments.quick:
         rows = [row for name in REDUCED for row in known.get(name, ())]
