@@ -13,6 +13,7 @@ from gcsolve.errors import (
     InvalidSchedule,
     MissingBackend,
     PlanMismatch,
+    SolverError,
     TraceError,
     UnsuitedSolver,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "Schedule",
     "Solution",
     "Solver",
+    "SolverError",
     "Status",
     "TraceError",
     "UnsuitedSolver",

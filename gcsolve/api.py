@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from gcsolve.budget import budget_bytes, check_budget, size_text
+from gcsolve.checks import check_limits
 from gcsolve.cost.alone import free_memory_bytes, is_here
 from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.cost.devices import DeviceSpec, get_device
@@ -226,6 +226,7 @@ def solve(
         InfeasibleBudget: no plan fits; has `least_bytes` and the op, module and source line that set it.
         TraceError: the model cannot be traced, or has nothing to differentiate.
         ArgumentError: an argument has a value that cannot be used.
+        SolverError: a solver of your own raised, or its answer does not hold.
 
     Example:
         >>> import torch, gcsolve
@@ -236,7 +237,7 @@ def solve(
     """
     check_budget(budget_gb, budget)
     get_solver(solver)
-    _check_limits(time_limit_s, gap)
+    check_limits(time_limit_s, gap)
     args, kwargs = parse_example(example_input)
     settings = Settings.checked(
         model,
@@ -323,11 +324,12 @@ class Session:
     ) -> Plan:
         check_budget(budget_gb, budget)
         get_solver(solver)
-        _check_limits(time_limit_s, gap)
+        check_limits(time_limit_s, gap)
         allowed = self.budget_bytes(budget_gb, budget)
         return self.plan(allowed, solver, time_limit_s, gap, progress)
 
     def minimum(self, time_limit_s: float = 60.0) -> MinimumBudget:
+        check_limits(time_limit_s)
         problem = self.made.costed.problem
         found = minimum_peak(problem, 0.6 * time_limit_s)
         node = problem.graph.nodes[found.node]
@@ -371,7 +373,7 @@ def minimum_budget(
     accumulate: bool = False,
 ) -> MinimumBudget:
     """How low a budget `solve` can meet, and the op that sets it. Arguments and errors as for `solve`."""
-    _check_limits(time_limit_s, 0.0)
+    check_limits(time_limit_s)
     args, kwargs = parse_example(example_input)
     settings = Settings.checked(
         model,
@@ -448,9 +450,3 @@ def _refusal(text: str, problem: Problem, least_bytes: int | None, node: Node | 
         module=node.module if node else "",
         source=node.source if node else "",
     )
-
-
-def _check_limits(time_limit_s: float, gap: float) -> None:
-    for name, value in (("time_limit_s", time_limit_s), ("gap", gap)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise ArgumentError(f"{name}={value!r} must be a finite number ≥ 0")

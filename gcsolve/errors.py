@@ -27,6 +27,10 @@ class InvalidSchedule(GcsolveError):
     """A schedule reads a value that is not live, frees one that is not, or leaves an op out."""
 
 
+class SolverError(GcsolveError):
+    """A solver of one's own raised, or its answer is not what it says; the text names it and what is wrong."""
+
+
 class MissingBackend(GcsolveError, ImportError):
     """An optional library is needed and not installed; the text gives the command that installs it."""
 

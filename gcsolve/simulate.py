@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from gcsolve.errors import InvalidSchedule
 from gcsolve.problem import Problem
-from gcsolve.schedule import Compute, Schedule
+from gcsolve.schedule import Compute, Free, Schedule
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ def simulate(problem: Problem, schedule: Schedule) -> Replay:
 
     Raises:
         InvalidSchedule: an input is not live; a value is freed that is not live, or freed while pinned and still to be
-            read; a live value is made again; a node never runs or runs out of its kind's rules. The text names the
-            action and the node.
+            read; a live value is made again; a node never runs or runs out of its kind's rules; an action is none, or of
+            a node or value that there is not. The text names the action and the node.
     """
     graph = problem.graph
+    _check_actions(problem, schedule)
     live: set[int] = set()
     ran = [0] * len(graph.nodes)
     unread = [len(r) for r in graph.readers]  # distinct readers of a value that have not run yet
@@ -100,6 +102,22 @@ def simulate(problem: Problem, schedule: Schedule) -> Replay:
         tuple(bytes_at),
         _breakdown(problem, schedule, peak_action),
     )
+
+
+def _check_actions(problem: Problem, schedule: Schedule) -> None:
+    """Every action is a `Compute` or a `Free` of something that is there."""
+    if not isinstance(schedule, Schedule) or not isinstance(schedule.actions, tuple):
+        raise InvalidSchedule(f"it is of type {type(schedule).__name__}, not a Schedule with a tuple of actions")
+    nodes, values = len(problem.graph.nodes), len(problem.graph.values)
+    for at, action in enumerate(schedule.actions):
+        if isinstance(action, Compute):
+            what, index, count = "node", action.node, nodes
+        elif isinstance(action, Free):
+            what, index, count = "value", action.value, values
+        else:
+            raise InvalidSchedule(f"action {at} is {action!r}, neither a Compute nor a Free")
+        if type(index) is bool or not isinstance(index, (int, Integral)) or not 0 <= index < count:
+            raise InvalidSchedule(f"action {at}: there is no {what} {index!r}; they are 0..{count - 1}")
 
 
 def _breakdown(problem: Problem, schedule: Schedule, peak_action: int) -> tuple[tuple[str, int], ...]:

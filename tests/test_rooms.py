@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gcsolve"
-TORCH_FREE = ("errors", "graph", "problem", "schedule", "simulate")
+TORCH_FREE = ("errors", "checks", "graph", "problem", "schedule", "simulate")
 
 
 def _imports(path: Path) -> set[str]:

@@ -15,7 +15,7 @@ class Status(enum.Enum):
     """How a solve ended; the value says what to try."""
 
     OPTIMAL = "optimal: within the asked gap of the bound; nothing to try"
-    FEASIBLE = "feasible: fits the budget, not proven optimal; raise time_limit_s for a proof"
+    FEASIBLE = "feasible: fits the budget, not proven optimal; for a proof solver='auto', with more time_limit_s"
     OVER_BUDGET = "over budget: this method's least peak is above the budget; raise the budget or change solver"
     INFEASIBLE = "infeasible: proven that no schedule of this class fits; raise the budget to least_bytes"
     TIME_LIMIT = "time limit: no plan found in time; raise time_limit_s"

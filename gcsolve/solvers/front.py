@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
+from gcsolve.checks import check_limits
 from gcsolve.errors import ArgumentError
 from gcsolve.problem import Problem
+from gcsolve.solvers._own import checked_answer
 from gcsolve.solvers.base import Solution, Solver
-from gcsolve.solvers.registry import get_solver
+from gcsolve.solvers.registry import get_solver, is_built_in
 
 
 def solve_problem(
@@ -22,17 +22,25 @@ def solve_problem(
         gap: (plan cost - bound) / plan cost, over total step cost, at which to stop.
 
     Returns:
-        the solution; a budget that cannot be met is a status there, not an exception.
+        the solution; a budget that cannot be met is a status there, not an exception. The answer of a solver of your own
+        is replayed: peak, overhead, gap and status are the simulator's.
 
     Raises:
-        ArgumentError: unknown solver, or a time limit or gap that is negative or no number.
+        ArgumentError: no problem, unknown solver, or a time limit or gap that is negative or no number.
+        SolverError: a solver of your own raised, or its answer does not hold.
 
     >>> edges = [(0, 1), (1, 2), (2, 3), (1, 4), (3, 4), (0, 5), (4, 5)]
     >>> chain = Problem.from_arrays([1] * 6, [4, 4, 4, 1, 1, 1], edges, 3, budget_bytes=16)
     >>> solve_problem(chain).overhead
     0.0
     """
-    for name, number in (("time_limit_s", time_limit_s), ("gap", gap)):
-        if not (math.isfinite(number) and number >= 0):
-            raise ArgumentError(f"{name}={number!r} must be a finite number ≥ 0")
-    return get_solver(solver).solve(problem, time_limit_s=time_limit_s, gap=gap)
+    if not isinstance(problem, Problem):
+        raise ArgumentError(
+            f"problem is of type {type(problem).__name__}, not a gcsolve.Problem; Problem.from_arrays and "
+            "Problem.from_networkx make one"
+        )
+    check_limits(time_limit_s, gap)
+    method = get_solver(solver)
+    if is_built_in(method):
+        return method.solve(problem, time_limit_s=time_limit_s, gap=gap)
+    return checked_answer(method, problem, time_limit_s, gap)

@@ -43,15 +43,25 @@ def solvers() -> tuple[str, ...]:
 
 
 def get_solver(solver: str | Solver) -> Solver:
-    """The solver of that name, or the solver itself.
+    """The solver of that name, upper case or lower, or the solver itself.
 
     Raises:
-        ArgumentError: no solver has that name; the text lists the known.
+        ArgumentError: no solver has that name (the text lists the known), or it is no object with `name` and `solve`.
     """
     if isinstance(solver, str):
-        if solver in SOLVERS:
-            return SOLVERS[solver]
+        if solver.lower() in SOLVERS:
+            return SOLVERS[solver.lower()]
         raise ArgumentError(f"solver={solver!r} is not known; known solvers: {', '.join(solvers())}")
-    if isinstance(solver, Solver):
+    if isinstance(solver, type):
+        raise ArgumentError(f"solver={solver.__name__} is a class; pass an instance, {solver.__name__}()")
+    if isinstance(solver, Solver) and isinstance(solver.name, str) and solver.name and callable(solver.solve):
         return solver
-    raise ArgumentError(f"solver={solver!r} is neither a name nor has solve(); names: {', '.join(solvers())}")
+    raise ArgumentError(
+        f"solver={solver!r} is neither a name nor an object with a name and solve(problem, *, time_limit_s, gap); "
+        f"names: {', '.join(solvers())}"
+    )
+
+
+def is_built_in(solver: Solver) -> bool:
+    """Whether its class is registered here, whatever its settings."""
+    return any(type(solver) is type(known) for known in _SOLVERS)
