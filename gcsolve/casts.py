@@ -73,8 +73,11 @@ def _share(graph: fx.Graph, weights: Mapping[fx.Node, nn.Parameter], kind: str, 
 
 
 def _casts(user: fx.Node, read: Iterable[fx.Node], kind: str, dtype: torch.dtype) -> dict[fx.Node, int]:
-    """How often autocast casts each of the weights for that op, as runs on fakes show; not what the op casts anyway."""
-    if is_autocast_region(user.target):
+    """How often autocast casts each of the weights for that op, as runs on fakes show; not what the op casts anyway.
+
+    A kept Function is given the weight itself, as in eager: what it saves of it, its own backward reads.
+    """
+    if is_autocast_region(user.target) or user.target is torch.ops.gcsolve.function.default:
         return {}
     args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: n.meta.get("val"))
     fakes = {node: node.meta["val"] for node in read}

@@ -153,7 +153,8 @@ def capture_joint(
 ) -> Joint:
     """Trace forward and backward of `module(*args)` together, without running it. All tensors are fake.
 
-    Autocast, when active around the call, is active in every stage, so its casts are ops of the graph.
+    Autocast, when active around the call, is active in forward, so its casts are ops of the graph; backward is traced
+    without it, as torch advises to call it (outside the block).
 
     Args:
         stand_ins: the generators that the model may draw from.
@@ -167,7 +168,7 @@ def capture_joint(
     """
     with contextlib.ExitStack() as around:
         around.enter_context(tracing(TracingContext(mode)))
-        around.enter_context(functorch_config.patch(functionalize_rng_ops=False))
+        around.enter_context(functorch_config.patch(functionalize_rng_ops=False, backward_pass_autocast="off"))
         around.enter_context(as_eager_kernels(RECURRENT if on_cpu else None))
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing

@@ -194,6 +194,58 @@ def test_autocast_casts_a_shared_weight_once(around: bool) -> None:
     assert_same(*left)
 
 
+class _Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return (x.float() @ w) ** 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w = ctx.saved_tensors
+        inner = gradient.float() * 3 * (x.float() @ w) ** 2
+        return (inner @ w.t()).to(x.dtype), x.float().t() @ inner
+
+
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("kind", ["attention", "own backward"])
+def test_backward_outside_the_autocast_block_is_not_under_autocast(kind: str, around: bool) -> None:
+    """Backward formulas made of ops that autocast would cast: torch's, of attention with dropout, and an author's own."""
+
+    def ops(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x)
+        if kind == "own backward":
+            return _Cubed.apply(y, m.a.weight)
+        heads = y.view(2, 4, 4, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, m.b(heads), heads, dropout_p=0.1)
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not around):
+            return ops(m, x)
+
+    torch.manual_seed(0)
+    model = Of(ops if around else forward, a=nn.Linear(16, 16), b=nn.Linear(4, 4))
+    x = _needs_grad(_x(8, 16))
+
+    def gradients(module: nn.Module | None, inside: bool = False) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=around or inside):
+            module = module or gcsolve.solve(model, x, budget="1MB", solver=KeepNothing()).module
+            torch.manual_seed(1)
+            loss = module(x).float().square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        left = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        left["x"], x.grad = x.grad, None
+        return left
+
+    expected = gradients(copy.deepcopy(model))
+    other = gradients(copy.deepcopy(model), inside=True)
+    assert any(not torch.equal(expected[name], other[name]) for name in expected)  # else nothing is shown below
+    assert_same(expected, gradients(None))
+
+
 def test_planned_without_autocast_then_called_under_it_plans_again() -> None:
     torch.manual_seed(0)
     model, x = models.MLP(3, 16), _x(8, 16)
