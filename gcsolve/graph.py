@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from gcsolve.checks import whole
 from gcsolve.errors import InvalidGraph
 
 
@@ -81,8 +82,7 @@ class Graph:
             raise InvalidGraph(f"backward_start={self.backward_start} is outside 0..{len(self.nodes)}")
         made: dict[int, int] = {}
         for i, node in enumerate(self.nodes):
-            if node.workspace_bytes < 0:
-                raise InvalidGraph(f"node {i} ({node.name}) has workspace_bytes={node.workspace_bytes} < 0")
+            _size("workspace_bytes", node.workspace_bytes, f" of node {i} ({node.name})")
             for v in node.inputs:
                 if v not in made:
                     raise InvalidGraph(f"node {i} ({node.name}) reads value {v}, which no earlier node makes")
@@ -95,8 +95,9 @@ class Graph:
         for v, value in enumerate(self.values):
             if v not in made:
                 raise InvalidGraph(f"value {v} ({value.name}) is made by no node")
-            if value.size_bytes < 0:
-                raise InvalidGraph(f"value {v} ({value.name}) has size_bytes={value.size_bytes} < 0")
+            _size("size_bytes", value.size_bytes, f" of value {v} ({value.name})")
+        for kind, size in self.external:
+            _size("bytes", size, f" of external {kind!r}")
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -129,3 +130,7 @@ class Graph:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def _size(name: str, size: int, of: str) -> None:
+    whole(name, size, floats=False, of=of, error=InvalidGraph)

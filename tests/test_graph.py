@@ -29,6 +29,8 @@ def test_a_valid_graph_knows_its_readers_and_external_bytes():
         ({"outputs": (2,)}, "output 2"),
         ({"outputs": ()}, "value 1"),
         ({"workspace_bytes": -1}, "workspace_bytes=-1"),
+        ({"workspace_bytes": 1.5}, r"workspace_bytes=1.5 of node 1 \(b\) must be a whole number"),
+        ({"workspace_bytes": True}, "workspace_bytes=True"),
     ],
 )
 def test_a_broken_graph_is_refused_by_name(changes, names):
