@@ -23,14 +23,16 @@ import gcsolve
 from gcsolve.api import Session, Settings, TracedCall
 from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.costed import Costed, costed
-from gcsolve.errors import ArgumentError, PlanMismatch
+from gcsolve.errors import ArgumentError, InvalidSchedule, PlanMismatch
 from gcsolve.graph import Graph
 from gcsolve.module import settled_signature
 from gcsolve.optimizer import make_optimizer
 from gcsolve.plan import Asked, Plan
+from gcsolve.planfile import SCHEMA, wrong
 from gcsolve.problem import Problem
 from gcsolve.progress import shown
 from gcsolve.schedule import Compute, Free, Schedule
+from gcsolve.simulate import simulate
 from gcsolve.solvers.base import Solution, Status
 from gcsolve.solvers.registry import SOLVERS
 from gcsolve.structure import Container, Leaf, Static, Template, flatten
@@ -117,7 +119,7 @@ def load_plan(
 
     Raises:
         PlanMismatch: model, mode, autocast, torch release or traced graph are not those of the file; the text says which.
-        ArgumentError: the file is not a saved plan, or something that it cannot hold has to be given.
+        ArgumentError: the file is not a saved plan or is damaged, or something that it cannot hold has to be given.
         OSError: the file cannot be read.
 
     Example:
@@ -130,6 +132,8 @@ def load_plan(
         >>> again.schedule == plan.schedule
         True
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model={model!r} is not an nn.Module; pass the model that was planned")
     record = _read(path)
     _compare("torch release", record["torch"], str(torch.__version__), "plan again, or load under the planned release")
     _compare_models(record["model"], _model_record(model))
@@ -139,10 +143,16 @@ def load_plan(
     with shown(progress, f"tracing {type(model).__name__}"):
         made = _traced(record, model, args, kwargs, settings)
     known = record["settings"]
-    asked = Asked(known["solver"] if known["solver"] in SOLVERS else "auto", known["time_limit_s"], known["gap"])
-    plan = Session(model, args, kwargs, settings, made).planned(
-        _solution(record["solution"]), record["budget_bytes"], asked
+    asked = Asked(
+        known["solver"] if known["solver"].lower() in SOLVERS else "auto", known["time_limit_s"], known["gap"]
     )
+    solution = _solution(record["solution"])
+    assert solution.schedule is not None
+    try:
+        simulate(made.costed.problem, solution.schedule)
+    except InvalidSchedule as error:
+        raise ArgumentError(f"path={str(path)!r} is damaged: its schedule cannot be run: {error}") from error
+    plan = Session(model, args, kwargs, settings, made).planned(solution, record["budget_bytes"], asked)
     if plan.peak_bytes != record["peak_bytes"]:
         raise PlanMismatch(
             f"the saved plan's peak is {record['peak_bytes']} bytes, and replayed here {plan.peak_bytes}"
@@ -151,15 +161,20 @@ def load_plan(
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path={path!r} is not a path; pass the file that plan.save wrote")
     try:
         record = json.loads(Path(path).read_text())
-        found = record["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise ArgumentError(f"path={str(path)!r} is not a plan that plan.save wrote") from error
-    if found != FORMAT:
+    damaged = wrong({"format": int}, record)
+    if not damaged and record["format"] != FORMAT:
         raise PlanMismatch(
-            f"{path} has format {found}, this gcsolve ({gcsolve.__version__}) reads {FORMAT}; plan again"
+            f"{path} has format {record['format']}, this gcsolve ({gcsolve.__version__}) reads {FORMAT}; plan again"
         )
+    damaged = damaged or wrong(SCHEMA, record)
+    if damaged:
+        raise ArgumentError(f"path={str(path)!r} is not a plan that plan.save wrote, or it is damaged: {damaged}")
     return record
 
 
@@ -239,7 +254,7 @@ def _compare_models(saved: dict[str, Any], here: dict[str, Any]) -> None:
 
 
 def _compare_graphs(saved: dict[str, Any], graph: Graph) -> None:
-    if saved["fingerprint"] == _fingerprint(graph):
+    if saved["fingerprint"] == _fingerprint(graph) and len(saved["ops"]) == len(graph.nodes):
         return
     advice = "the model's code, settings, modes or inputs are not those that were planned; plan again"
     for i, (op, node) in enumerate(zip(saved["ops"], graph.nodes, strict=False)):
@@ -384,4 +399,5 @@ def _solution_record(solution: Solution) -> dict[str, Any]:
 
 def _solution(saved: dict[str, Any]) -> Solution:
     actions = tuple(Compute(a) if a >= 0 else Free(-1 - a) for a in saved["schedule"])
-    return Solution(**{**saved, "status": Status[saved["status"]], "schedule": Schedule(actions)})
+    told = {name: saved[name] for name in Solution.__dataclass_fields__}
+    return Solution(**{**told, "status": Status[saved["status"]], "schedule": Schedule(actions)})

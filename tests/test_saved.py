@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import gcsolve
+from gcsolve.planfile import SCHEMA, wrong
 from tests import models
 from tests.training import assert_same, train
 
@@ -150,6 +151,77 @@ def test_a_file_that_is_no_plan(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(gcsolve.ArgumentError, match=r"x\.json.* is not a plan"):
         gcsolve.load_plan(tmp_path / "x.json", _mlp())
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "text"),
+    [
+        (None, nn.Linear(2, 2), "path=None is not a path"),
+        ("x.json", None, "model=None is not an nn.Module"),
+        ("x.json", "m", "model='m' is not an nn.Module"),
+    ],
+)
+def test_what_is_no_path_or_no_model(path: Any, model: Any, text: str) -> None:
+    with pytest.raises(gcsolve.ArgumentError, match=text):
+        gcsolve.load_plan(path, model)
+
+
+def _places(record: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every key of the record, and the first entry of every list in it."""
+    inner = record.items() if isinstance(record, dict) else enumerate(record[:1]) if isinstance(record, list) else ()
+    for key, value in inner:
+        yield (*at, key)
+        yield from _places(value, (*at, key))
+
+
+def _changed(record: Any, at: tuple[Any, ...], change: Any) -> Any:
+    record = copy.deepcopy(record)
+    inside = record
+    for key in at[:-1]:
+        inside = inside[key]
+    if change is _GONE:
+        del inside[at[-1]]
+    else:
+        inside[at[-1]] = change
+    return record
+
+
+_GONE = object()
+# What may be null, or any text: the first is not in the plan then, the second compared or looked up when it is loaded.
+NULLS = {"loss", "optimizer", "least_bytes", "least_node"}
+TEXTS = {"gcsolve", "torch", "class", "device", "cost", "solver", "loss", "fingerprint", "cost_unit", "certificate"}
+
+
+def test_a_damaged_file_names_the_key(tmp_path: Path) -> None:
+    path, model = tmp_path / "plan.json", models.MLP(1, 8)
+    gcsolve.solve(model, _x(4, 8), budget=1.0).save(path)
+    record = json.loads(path.read_text())
+    assert wrong(SCHEMA, record) == ""
+    seen = 0
+    for at in _places(record):
+        key = [k for k in at if isinstance(k, str)][-1]
+        for change, fine in ((_GONE, set()), (None, NULLS), ("x", TEXTS)):
+            if (
+                (change is _GONE and isinstance(at[-1], int))
+                or (change == "x" and isinstance(at[-1], int))
+                or key == "path"
+            ):
+                continue
+            told = wrong(SCHEMA, _changed(record, at, change))
+            assert bool(told) == (key not in fine), (at, change, told)
+            assert not told or str(at[0]) in told
+            seen += 1
+    assert seen > 100
+    for at, change, text in (
+        (("settings", "gap"), _GONE, r"key settings\.gap is missing"),
+        (("solution", "status"), "x", r"key solution\.status is 'x', not the name of a status"),
+        (("graph", "ops", 0, 1), 1.5, r"key graph\.ops\[0\]\[1\] is 1\.5, not a whole number"),
+        (("budget_bytes",), True, "key budget_bytes is True"),
+        (("solution", "schedule"), [0], "its schedule cannot be run"),
+    ):
+        path.write_text(json.dumps(_changed(record, at, change)))
+        with pytest.raises(gcsolve.ArgumentError, match=rf"plan\.json.* damaged: {text}"):
+            gcsolve.load_plan(path, model)
 
 
 def test_meta_weights(tmp_path: Path) -> None:
