@@ -4,19 +4,33 @@ torch computes an op's fake result from rules that are not the kernel's own code
 a normalization or of a loss's gradient over operands that do not lie densely in order, or a dtype that the kernel takes
 and the rule refuses. What is traced after a wrong stride is not what eager runs (a copy more or less, another kernel). So
 where rules are known to fail, the op is run once on this machine, small operands provided, and the kernel has the word.
+
+The rules also take operands that the kernel refuses for their dtypes (a float64 input for float32 weights): an op over
+several dtypes, or over integers alone, is tried on the kernel, of one element each where that is enough to know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from gcsolve._torch import FakeTensor, FakeTensorMode, OpOverload, ShapeEnv, pytree, view_like
+from gcsolve._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    ShapeEnv,
+    disable_autocast,
+    no_modes,
+    pytree,
+    view_like,
+)
 from gcsolve.cost.alone import fits, may_run, run_alone, well_conditioned, zeros
 from gcsolve.cost.base import Roofline
 from gcsolve.cost.devices import DeviceSpec, get_device
@@ -43,17 +57,34 @@ _TRUSTED = frozenset(
     }
 )
 
+_MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default})
+_UNCHECKED = _TRUSTED - {aten._softmax, aten._log_softmax}  # their rules look at dtypes, or their kernels take any
+_OF_DTYPES = re.compile(r"dtype|data ?type|scalar type|not implemented for '")
+
 
 class TrueFakes(FakeTensorMode):
     """The mode for a trace with static shapes.
 
     Args:
         run: ops may be run here where rules may fail; else torch's rules are taken as they are.
+        elsewhere: the step will run on another kind of device than this trace, whose kernels may take other dtypes.
     """
 
-    def __init__(self, run: bool) -> None:
+    def __init__(self, run: bool, elsewhere: bool = False) -> None:
         super().__init__(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
         self.run = run
+        self.elsewhere = elsewhere or not run
+        self.checks_dtypes = False
+
+    @contextlib.contextmanager
+    def dtypes_checked(self) -> Iterator[None]:
+        """In this block, what kernels refuse for its dtypes is refused. For what the model itself calls: a backward's own
+        operands have the dtypes that rules give them, not always the kernel's (a layer norm's statistics)."""
+        self.checks_dtypes = True
+        try:
+            yield
+        finally:
+            self.checks_dtypes = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,6 +97,10 @@ class TrueFakes(FakeTensorMode):
             if like is None:
                 raise
             return self._fake(like)
+        if self.checks_dtypes and isinstance(func, OpOverload):
+            refused = _refusal(func, args, kwargs, result, self.elsewhere)
+            if refused is not None:
+                raise type(refused)(*refused.args)
         if self.run and isinstance(func, OpOverload) and _doubtful(func, args, kwargs):
             like = _kernels_result(func, args, kwargs, result)
             if like is not None and not _lies_alike(like, result):
@@ -86,7 +121,7 @@ class _Like:
         self.shape, self.stride, self.dtype, self.device = tuple(t.shape), t.stride(), t.dtype, t.device
 
 
-_results: dict[str, Any] = {}
+_results: dict[Any, Any] = {}
 
 
 def _doubtful(func: OpOverload, args: Any, kwargs: Any) -> bool:
@@ -96,29 +131,75 @@ def _doubtful(func: OpOverload, args: Any, kwargs: Any) -> bool:
     return any(t.dim() > 1 and not t.is_contiguous() for t in tensors)
 
 
-def _kernels_result(func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
-    """What the kernel makes of such arguments, as `_Like`s; None when it cannot be run here."""
+def _refusal(func: OpOverload, args: Any, kwargs: Any, result: Any, elsewhere: bool) -> Exception | None:
+    """What the kernel raises for the dtypes of such arguments; None when it takes them, or cannot be asked."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) < 2 and any(d.is_floating_point or d.is_complex for d in dtypes):
+        return None
+    matmul = func in _MATMULS
+    if not matmul and (elsewhere or func.overloadpacket in _UNCHECKED):
+        return None
+    if not dtypes or func.namespace != "aten" or func._schema.is_mutable or view_like(func):
+        return None
+    if matmul or torch.Tag.pointwise in func.tags:
+        return _refusal_of_one(func, args, kwargs)
+    found = _kernels_result(func, args, kwargs, result, _refused)
+    return found if isinstance(found, Exception) else None
+
+
+_refusals: dict[Any, Exception | None] = {}
+
+
+def _refusal_of_one(func: OpOverload, args: Any, kwargs: Any) -> Exception | None:
+    """The same by one element for each operand, for ops that take any number of them."""
+    flat = pytree.tree_leaves((args, kwargs))
+    described = ((t.dtype, t.dim(), t.device.type) if isinstance(t, torch.Tensor) else repr(t) for t in flat)
+    key = (func, tuple(described))
+    if key not in _refusals:
+        with no_modes(), torch.no_grad(), disable_autocast():
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: torch.zeros((1,) * t.dim(), dtype=t.dtype, device=t.device), (args, kwargs)
+            )
+            _refusals[key] = _refused(lambda: func(*args, **kwargs))
+    return _refusals[key]
+
+
+def _refused(run: Callable[[], Any]) -> Exception | None:
+    try:
+        run()
+    except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError) as error:
+        return type(error)(*error.args) if _OF_DTYPES.search(str(error)) else None
+    return None
+
+
+def _likes(run: Callable[[], Any]) -> Any:
+    return pytree.tree_map_only(torch.Tensor, _Like, run())
+
+
+def _kernels_result(
+    func: OpOverload, args: Any, kwargs: Any, result: Any, use: Callable[[Callable[[], Any]], Any] = _likes
+) -> Any:
+    """What `use` tells of the kernel's run on such arguments: the result, as `_Like`s; None when it cannot be run here."""
     node = _as_node(func, args, kwargs, result)
     try:
-        key = signature(node)
+        key = use, signature(node)
         if key not in _results:
-            _results[key] = _run(node, _device(args, kwargs))
+            _results[key] = _run(node, _device(args, kwargs), use)
         return _results[key]
     finally:
         for made in node.graph.nodes:
             made.meta.clear()  # a graph is a cycle, and tracing goes wrong where these tensors outlive their use
 
 
-def _run(node: fx.Node, device: DeviceSpec | None) -> Any:
+def _run(node: fx.Node, device: DeviceSpec | None, use: Callable[[Callable[[], Any]], Any]) -> Any:
     assert isinstance(node.target, OpOverload)
     if device is None or node.target._schema.is_mutable or not may_run(node) or not fits(node, device):
         return None
     known = node.meta["val"] is not None  # else no rule has said what comes out, so nor can a cost be told
     if known and Roofline(device).cost(op_info(node)) > MAX_SECONDS:
         return None
-    return run_alone(
-        node, device, (zeros, well_conditioned), lambda run: pytree.tree_map_only(torch.Tensor, _Like, run())
-    )
+    return run_alone(node, device, (zeros, well_conditioned), use)
 
 
 def _device(args: Any, kwargs: Any) -> DeviceSpec | None:

@@ -171,7 +171,7 @@ def _traced(
         running_line,
     )
     real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *tensors))
-    mode = TrueFakes(run=real)
+    mode = TrueFakes(run=real, elsewhere=kernels is not None)
     copied = _copied(mode, model, stand_ins.of)
     cumulative = batchnorm.mark(copied)
     flat = Flat(copied, call)
@@ -292,6 +292,7 @@ def _run_on_fakes(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[S
     with contextlib.ExitStack() as stack:
         stack.enter_context(HostRandomnessRefused())
         stack.enter_context(mode)
+        stack.enter_context(mode.dtypes_checked())
         stack.enter_context(stack.enter_context(KeptFunctions()).recording())
         outputs = flat(*(fake_tensor(mode, t) for t in tensors))
     forget_fakes()

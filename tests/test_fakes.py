@@ -82,3 +82,59 @@ def test_no_fake_tensor_stays_in_a_cache() -> None:
     assert torch.equal(model(x), plan.module(x))
     again = gcsolve.solve(model, x, budget=1.0)  # and from a filled one
     assert torch.equal(model(x), again.module(x))
+
+
+# What eager refuses for its dtypes; each gets float32[2, 3, 24, 24].
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "float64 input of a linear layer": lambda x: F.linear(x.double(), torch.ones(24, 24), torch.ones(24)),
+    "integers in a matmul": lambda x: x.long() @ torch.ones(24, 24),
+    "transposed convolution": lambda x: F.conv_transpose2d(x.double(), torch.ones(3, 3, 3, 3)),
+    "layer norm": lambda x: F.layer_norm(x.double(), (24,), torch.ones(24), torch.ones(24)),
+    "gelu of integers": lambda x: x * F.gelu(x.long()),
+    "softmax of integers": lambda x: x * F.softmax(x.long(), -1),
+    "labels of int32": lambda x: F.cross_entropy(x, torch.zeros(2, 24, 24, dtype=torch.int32)),
+    "targets in float64": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.zeros(2, 3, 24, 24).double()),
+}
+
+
+class _Applied(nn.Module):
+    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.op = nn.Conv2d(3, 3, 1), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.conv(x))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_dtypes_that_the_kernel_refuses_are_refused_with_its_own_error(name: str) -> None:
+    model, x = _Applied(REFUSED[name]), torch.randn(2, 3, 24, 24)
+    with pytest.raises((RuntimeError, NotImplementedError)) as eager:
+        model(x)
+    with pytest.raises(TraceError, match=r"test_fakes.py:\d+") as ours:
+        gcsolve.solve(model, x, budget=1.0)
+    assert str(eager.value).splitlines()[0].rstrip(".") in str(ours.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_an_input_of_another_dtype_is_no_matter_of_the_budget(dtype: torch.dtype) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    for budget in (0.1, 1.0):
+        with pytest.raises(TraceError, match="mat1 and mat2 must have the same dtype"):
+            gcsolve.solve(model, x.to(dtype), budget=budget)
+    with pytest.raises(TraceError, match="mat1 and mat2 must have the same dtype"):
+        gcsolve.solve(model, x, budget=1.0).module(x.to(dtype))
+    with torch.device("meta"):
+        absent = nn.Linear(8, 8)
+    with pytest.raises(TraceError, match="mat1 and mat2 must have the same dtype"):
+        gcsolve.solve(absent, x.to(dtype), budget=1.0, device="h200")
+
+
+def test_dtypes_that_the_kernel_mixes_are_planned() -> None:
+    def mixes(x: Tensor) -> Tensor:
+        x = F.layer_norm(x.bfloat16(), (24,), torch.ones(24), torch.ones(24)) + x.double()
+        return x.float() * torch.einsum("ij,jk->ik", torch.eye(3).long(), torch.ones(3, 24).long())[:, None].float()
+
+    torch.manual_seed(0)
+    model, x = _Applied(mixes), torch.randn(2, 3, 24, 24)
+    assert torch.equal(gcsolve.solve(model, x, budget=1.0).module(x), model(x))
