@@ -31,11 +31,14 @@ from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solvers.base import Solution, Solver, Status
 from gcsolve.solvers.front import solve_problem
-from gcsolve.solvers.minimum import minimum_any_budget, minimum_peak, peak_floor
+from gcsolve.solvers.minimum import minimum_any_budget, minimum_peak, peak_floor, some_plan
 from gcsolve.solvers.registry import get_solver
 from gcsolve.structure import flatten
 from gcsolve.trace import Trace, parse_example, trace
 from gcsolve.verify import VerifyReport, verify
+
+LOOK_S = 5.0
+"""Seconds for a plan to name, once a budget is proven to be too small."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,8 @@ def solve(
         a `Plan`; `plan.module` trains inside the budget with the original's results.
 
     Raises:
-        InfeasibleBudget: no plan fits; has `least_bytes` and the op, module and source line that set it.
+        InfeasibleBudget: no plan fits; has `least_bytes`, for which a plan was found, `floor_bytes`, which every schedule
+            needs, and the op, module and source line that set them.
         TraceError: the model cannot be traced, or has nothing to differentiate.
         ArgumentError: an argument has a value that cannot be used.
         SolverError: a solver of your own raised, or its answer does not hold.
@@ -345,9 +349,10 @@ class Session:
 class MinimumBudget:
     """How low a budget can go, in bytes.
 
-    `bytes`: least peak of a plan that reruns each value at most once; none of them is below `lower_bytes` (proven).
-    `any_bytes`: least budget found to be enough with any number of reruns (for `solve` too, at more overhead); no schedule
-    at all is below `floor_bytes` (proven). `op`, `module`, `source`: what sets `bytes`.
+    `any_bytes`: the least budget for which a plan was found, with any number of reruns: the least for `solve`; no schedule
+    at all is below `floor_bytes` (proven). `bytes`, which is never less: the least for which one was found that reruns each
+    value at most once (so at less overhead); none of these is below `lower_bytes` (proven). `op`, `module`, `source`: what
+    sets `bytes`.
     """
 
     bytes: int
@@ -372,7 +377,10 @@ def minimum_budget(
     grad_outputs: str = "auto",
     accumulate: bool = False,
 ) -> MinimumBudget:
-    """How low a budget `solve` can meet, and the op that sets it. Arguments and errors as for `solve`."""
+    """How low a budget `solve` can meet (`any_bytes`), how low one rerun a value goes (`bytes`), and the op that sets that.
+
+    Arguments and errors as for `solve`; with more `time_limit_s`, found and proven figures come closer to each other.
+    """
     check_limits(time_limit_s)
     args, kwargs = parse_example(example_input)
     settings = Settings.checked(
@@ -390,36 +398,42 @@ def minimum_budget(
 
 def _solved(made: TracedCall, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> Solution:
     problem = made.costed.problem.with_budget(allowed)
-    refuse_below_floor(problem)
+    refuse_below_floor(problem, look_s=min(LOOK_S, time_limit_s))
     solution = solve_problem(problem, solver, time_limit_s=time_limit_s, gap=gap)
     if solution.schedule is None or solution.status is Status.OVER_BUDGET:
         raise infeasible(problem, solution)
     return solution
 
 
-def refuse_below_floor(problem: Problem) -> None:
-    """Say at once when the budget is below what no recomputation can lower."""
+def refuse_below_floor(problem: Problem, look_s: float = 0.0) -> None:
+    """Say at once when the budget is below what no recomputation can lower; `look_s`: seconds to find what would do."""
     graph = problem.graph
-    gradients = sum(v.size_bytes for v in graph.values if v.kind == "gradients")
-    fixed = [*graph.external, ("gradients", gradients)]
-    total = sum(size for _, size in fixed)
     floor, at = peak_floor(problem)
     if problem.budget_bytes >= floor:
         return
+    gradients = sum(v.size_bytes for v in graph.values if v.kind == "gradients")
+    fixed = [(kind, size) for kind, size in (*graph.external, ("gradients", gradients)) if size]
+    total = sum(size for _, size in fixed)
     node = graph.nodes[at] if at >= 0 else None
-    parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in fixed if size)
-    least = f"{parts} = {size_text(total)}"
+    needed = f"at least {_exact(floor)} is needed (proven), to run {node.where() if node else 'the step'}"
     if problem.budget_bytes < total:
-        text = f"what lives at the end of every step alone is {least}"
-    else:
-        text = f"no schedule can run {node.where() if node else 'the step'} in less than {size_text(floor)}"
+        parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in fixed)
+        needed = f"what lives at the end of every step alone is {parts} = {size_text(total)}, and {needed}"
+    least, found = None, ""
+    if look_s > 0:
+        least = some_plan(problem.with_budget(floor), time.perf_counter() + look_s).peak_bytes
+        found = f"; the least budget for which a plan was found is {_exact(least)}"
     raise _refusal(
-        f"budget {size_text(problem.budget_bytes)} cannot be met: {text}. Raise the budget above {size_text(floor)}, or "
-        "make the batch, the model or the optimizer's state smaller; gcsolve.minimum_budget gives the exact least",
+        f"budget {size_text(problem.budget_bytes)} cannot be met: {needed}{found}. Raise the budget to that, or make the "
+        "batch, the model or the optimizer's state smaller; gcsolve.minimum_budget searches longer (`any_bytes`)",
         problem,
-        floor,
+        least,
         node,
     )
+
+
+def _exact(size: int) -> str:
+    return f"{size_text(size)} ({size} bytes)"
 
 
 def infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget | UnsuitedSolver:
@@ -434,18 +448,23 @@ def infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget | Unsui
     if solution.status is Status.TIME_LIMIT and least is None:
         text = f"{asked} within the time limit; raise time_limit_s or the budget"
     elif least is None:
-        text = f"{asked}; gcsolve.minimum_budget gives the least that can"
+        text = f"{asked}; gcsolve.minimum_budget looks for the least that can (`any_bytes`)"
     else:
-        text = f"{asked}: the least it reaches is {size_text(least)} ({least} bytes), set by {at}; raise the budget to that"
+        floor, _ = peak_floor(problem)
+        text = (
+            f"{asked}: at least {_exact(floor)} is needed (proven), and the least budget for which it found a plan is "
+            f"{_exact(least)}, set by {at}; raise the budget to that"
+        )
     return _refusal(text, problem, least, node)
 
 
 def _refusal(text: str, problem: Problem, least_bytes: int | None, node: Node | None) -> InfeasibleBudget:
-    """The error with the least that can be met and the op, module and line that set it."""
+    """The error with what would do, what is needed at the least, and the op, module and line that set it."""
     return InfeasibleBudget(
         text,
         budget_bytes=problem.budget_bytes,
         least_bytes=least_bytes,
+        floor_bytes=peak_floor(problem)[0],
         op=f"{node.name} ({node.op})" if node else "",
         module=node.module if node else "",
         source=node.source if node else "",

@@ -46,8 +46,9 @@ class CallError(GcsolveError):
 class InfeasibleBudget(GcsolveError):
     """No plan of the searched class fits the budget.
 
-    Attributes: `budget_bytes` asked for; `least_bytes` the least peak that a plan reaches (None if not known);
-    `op`, `module`, `source`: the op at which that peak stands, its module path and the user's source line.
+    Attributes: `budget_bytes` asked for; `least_bytes`, the least budget for which a plan was found (None: none was looked
+    for); `floor_bytes`, what every schedule is proven to need. `op`, `module`, `source`: the op that sets the floor where
+    the budget is below it, else `least_bytes`; its module path and the user's source line.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class InfeasibleBudget(GcsolveError):
         *,
         budget_bytes: int,
         least_bytes: int | None = None,
+        floor_bytes: int = 0,
         op: str = "",
         module: str = "",
         source: str = "",
@@ -63,6 +65,7 @@ class InfeasibleBudget(GcsolveError):
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
+        self.floor_bytes = floor_bytes
         self.op = op
         self.module = module
         self.source = source

@@ -221,6 +221,32 @@ def test_an_infeasible_budget_names_the_least_that_can_be_met_and_what_sets_it()
     assert str(error.budget_bytes)[:3] in str(error).replace(".", "")
 
 
+_SMALL = {
+    "mlp": lambda: (models.MLP(4, 32), _x(64, 32), None),
+    "batch norm": lambda: (models.BatchNorm(), _x(4, 4, 8, 8), torch.optim.AdamW),
+    "gelu": lambda: (nn.Sequential(*[k for _ in range(6) for k in (nn.Linear(64, 64), nn.GELU())]), _x(256, 64), None),
+}
+
+
+@pytest.mark.parametrize("name", _SMALL)
+def test_what_a_refusal_and_minimum_budget_name_is_planned(name: str) -> None:
+    model, x, optimizer = _SMALL[name]()
+    plan = gcsolve.solve(model, x, budget=1.0, loss=lambda o: o.square().mean(), optimizer=optimizer)
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan.at(budget="1B")
+    error, least = caught.value, plan.minimum_budget(time_limit_s=3)
+    assert error.least_bytes is not None
+    assert least.floor_bytes >= error.floor_bytes > 1
+    assert least.any_bytes <= least.bytes
+    assert f"({error.floor_bytes} bytes) is needed (proven), to run {error.op}" in str(error)
+    assert f"a plan was found is {error.least_bytes / 1e3:.2f} kB ({error.least_bytes} bytes)" in str(error)
+    for enough in {error.least_bytes, least.any_bytes}:
+        assert plan.at(budget=f"{enough}B").peak_bytes <= enough
+    assert min(error.least_bytes, least.any_bytes) == error.floor_bytes  # here the floor is the least
+    with pytest.raises(InfeasibleBudget):
+        plan.at(budget=f"{error.floor_bytes - 1}B")
+
+
 def test_errors_share_one_root() -> None:
     for name in ("InfeasibleBudget", "TraceError", "ArgumentError", "CallError", "InvalidSchedule", "InvalidGraph"):
         assert issubclass(getattr(gcsolve, name), GcsolveError)

@@ -3,8 +3,8 @@
 Bisection over the budget. A probe asks the MILP of `retention.py` for any plan at that budget (the cost objective
 with a loose gap: it leads to plans much faster than minimising the peak itself), replays it, repairs it, adds the rows
 that overflow, and asks again. A plan lowers the upper end; a proof of infeasibility raises the lower one; a probe that
-runs out of its time share does neither. `minimum_any_budget` does the same with `_epoch_search.py`, for any number of
-reruns.
+runs out of its time share does neither. `minimum_any_budget` does the same with the greedy, the beam and
+`_epoch_search.py`, for any number of reruns.
 
 `peak_floor` holds for every schedule. A node takes what it reads, makes and works in, plus what always lives. And whatever
 must be live together was not there together before: when the last of it was made, the rest was live beside what that
@@ -25,13 +25,15 @@ from gcsolve.graph import Graph
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule, order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
+from gcsolve.solvers._beam import beam_order
 from gcsolve.solvers._bitsets import bits, members
 from gcsolve.solvers._epoch_search import EpochSearch
 from gcsolve.solvers._kept import KeptReplay, KeptRun
+from gcsolve.solvers._orders import OrderReplay, OrderRun
 from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import repair, starts
 from gcsolve.solvers.blocks import twins
-from gcsolve.solvers.greedy import greedy_order
+from gcsolve.solvers.greedy import greedy_order, thinned
 
 REL_TOLERANCE = 2e-3
 """Stop when the least peak is known to this share of the bytes above the external ones."""
@@ -152,6 +154,17 @@ def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
     return MinimumPeak(peak, min(lower, peak), node, schedule, time.perf_counter() - started)
 
 
+def some_plan(problem: Problem, deadline: float) -> OrderRun:
+    """The greedy's plan; where it does not fit, the beam's, if that finds one."""
+    run = greedy_order(problem, deadline=deadline)
+    if run.peak_bytes > problem.budget_bytes:
+        order = beam_order(problem, deadline=deadline)
+        if order is not None:
+            replay = OrderReplay(problem)
+            run = thinned(replay, replay.run(order), deadline)
+    return run
+
+
 def minimum_any_budget(problem: Problem, known_bytes: int, time_limit_s: float = 15.0) -> tuple[int, int]:
     """(budget at which a plan with any number of reruns was found, bytes that every schedule needs), by bisection.
 
@@ -164,7 +177,7 @@ def minimum_any_budget(problem: Problem, known_bytes: int, time_limit_s: float =
     while best > missed + tolerance and (left := deadline - time.perf_counter()) > 0:
         # the floor itself is often enough, and often nearly so
         aim = lower if missed < lower else (missed + best) // 2
-        run = greedy_order(problem.with_budget(aim), deadline=time.perf_counter() + PROBE_SHARE * left)
+        run = some_plan(problem.with_budget(aim), time.perf_counter() + PROBE_SHARE * left)
         if run.peak_bytes <= aim:
             best = aim
             continue

@@ -49,17 +49,15 @@ from typing import ClassVar
 from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers._beam import beam_order
 from gcsolve.solvers._epoch_search import EpochSearch
 from gcsolve.solvers._kept import KeptReplay, KeptRun
-from gcsolve.solvers._orders import OrderReplay, OrderRun, best_order
+from gcsolve.solvers._orders import OrderReplay, best_order
 from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import improve, repair, starts
 from gcsolve.solvers.anybound import any_schedule_bound
 from gcsolve.solvers.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, ROUNDING, Solution, Status, judged, unanswered
 from gcsolve.solvers.blocks import twins
-from gcsolve.solvers.greedy import greedy_order, thinned
-from gcsolve.solvers.minimum import minimum_peak, peak_floor
+from gcsolve.solvers.minimum import minimum_peak, peak_floor, some_plan
 
 ONE_EPOCH_SHARE = 0.5
 """Of the time, for one rerun a value."""
@@ -129,7 +127,7 @@ class Retention:
         replay = OrderReplay(problem)
         now = time.perf_counter()
         if order is None:
-            run = replay.run(self.begin) if self.begin else _some_plan(problem, now + BEGIN_SHARE * (finish - now))
+            run = replay.run(self.begin) if self.begin else some_plan(problem, now + BEGIN_SHARE * (finish - now))
         else:
             run = replay.run(order)
             overhead = run.rerun_cost / (problem.total_cost or 1.0)
@@ -162,17 +160,6 @@ class Retention:
             least_bytes=least.bytes if least else None,
             least_node=least.node if least else None,
         )
-
-
-def _some_plan(problem: Problem, deadline: float) -> OrderRun:
-    """The greedy's plan; where it does not fit, the beam's, if that finds one."""
-    run = greedy_order(problem, deadline=deadline)
-    if run.peak_bytes > problem.budget_bytes:
-        order = beam_order(problem, deadline=deadline)
-        if order is not None:
-            replay = OrderReplay(problem)
-            run = thinned(replay, replay.run(order), deadline)
-    return run
 
 
 @dataclass(frozen=True)
