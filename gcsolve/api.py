@@ -23,6 +23,7 @@ from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
 from gcsolve.graph import Node
 from gcsolve.kernels import target_kernels
 from gcsolve.module import Steps, is_planned, planned_module, settled_signature
+from gcsolve.optimizer import named_optimizer
 from gcsolve.plan import Asked, Plan
 from gcsolve.problem import Problem
 from gcsolve.progress import shown
@@ -87,7 +88,9 @@ class Settings:
         spec = get_device(_device_of(model) if device is None else device)
         if not isinstance(accumulate, bool):
             raise ArgumentError(f"accumulate={accumulate!r} is neither True nor False")
-        return cls(loss, optimizer, scope, spec, get_cost(cost, spec), grad_outputs == "all", accumulate)
+        return cls(
+            loss, named_optimizer(optimizer), scope, spec, get_cost(cost, spec), grad_outputs == "all", accumulate
+        )
 
     def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """The step of that call, with the device's kernels."""
@@ -207,8 +210,8 @@ def solve(
             is free of it, when it is here) less a reserve, see `gcsolve.cost.devices.RESERVES`.
         loss: maps the model's output to a scalar, traced with the model; the planned module then returns that scalar.
             None: the output's gradients come from outside.
-        optimizer: a `torch.optim` class or instance, or bytes per parameter: its state, its master weights and what its
-            step takes count in the budget.
+        optimizer: a `torch.optim` class, its name or an instance, or bytes per parameter: its state, its master weights and
+            what its step takes count in the budget.
         scope: "step" counts everything; "activations" only what forward and backward allocate.
         solver: a name in `gcsolve.solvers()`, or a solver object.
         cost: "flops", "roofline" ("auto"), "measured" (each distinct op is run on the device, which must be here; kept in

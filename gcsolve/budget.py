@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from numbers import Real
 from typing import Any
 
+from gcsolve.checks import number
 from gcsolve.errors import ArgumentError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -30,15 +29,18 @@ def budget_bytes(budget_gb: Any, budget: Any, store_all_bytes: int) -> int:
             "device's memory; both were given"
         )
     if budget_gb is not None:
-        return int(_positive("budget_gb", budget_gb) * 10**9)
+        advice = (
+            ", in GB; the first argument is budget_gb, a fraction of the store-all peak is written budget=0.5, and it"
+        )
+        return int(number("budget_gb", budget_gb, above=0, of=advice) * 10**9)
     if isinstance(budget, str):
         found = _SIZE.fullmatch(budget)
         if not found or found[0].strip().replace(".", "").isdigit():
             raise ArgumentError(
                 f'budget={budget!r} is not a size; write for example "20GiB", "800MB", budget=0.5 or budget_gb=20'
             )
-        return int(_positive("budget", float(found[1])) * _UNITS[found[2].lower()])
-    fraction = _positive("budget", budget)
+        return int(number("budget", float(found[1]), above=0) * _UNITS[found[2].lower()])
+    fraction = number("budget", budget, above=0)
     if fraction > 1:
         raise ArgumentError(
             f"budget={budget!r} is above 1: as a number, budget is a fraction of the store-all peak; "
@@ -51,15 +53,6 @@ def check_budget(budget_gb: Any, budget: Any) -> None:
     """Refuse a budget that cannot be one, before any work is done; none at all can."""
     if budget_gb is not None or budget is not None:
         budget_bytes(budget_gb, budget, 1)
-
-
-def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentError(f"{name}={value!r} is not a number")
-    number = float(value)
-    if not math.isfinite(number) or number <= 0:
-        raise ArgumentError(f"{name}={value!r} must be a finite number above 0")
-    return number
 
 
 def size_text(size: float) -> str:

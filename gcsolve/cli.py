@@ -226,9 +226,12 @@ def _batches(text: str) -> Sequence[int]:
     """ "1..64" -> a range, "1,2,4" -> those."""
     first, dots, last = text.partition("..")
     try:
-        return range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
+        found = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ArgumentError(f"--batch {text} is neither of the form 1..64 nor of the form 1,2,4") from error
+    if not found or min(found) < 1:
+        raise ArgumentError(f"--batch {text} names no batch sizes ≥ 1; write the smaller first, as in 1..64, or 1,2,4")
+    return found
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -248,21 +251,10 @@ def _planned_for(arguments: argparse.Namespace) -> dict[str, Any]:
 def _optimizer(text: str | None) -> Any:
     if text is None:
         return None
-    import torch
-
     try:
         return float(text)
     except ValueError:
-        pass
-    known = {
-        name: kind
-        for name, kind in sorted(vars(torch.optim).items())
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
-    }
-    for name, kind in known.items():
-        if name.lower() == text.lower():
-            return kind
-    raise ArgumentError(f"--optimizer {text} is neither a number of bytes nor one of {', '.join(known)}")
+        return text
 
 
 def _made(target: str) -> tuple[Any, Any, Callable[[Any], Any] | None]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from gcsolve.api import Session, infeasible, refuse_below_floor, solve
 from gcsolve.budget import budget_bytes, check_budget, size_text
+from gcsolve.checks import whole
 from gcsolve.cost.base import CostModel
 from gcsolve.errors import ArgumentError, InfeasibleBudget
 from gcsolve.plan import Asked
@@ -203,6 +204,9 @@ def compare(
     """
     asked = _budgets(budgets, budgets_gb)
     named = _labels(solvers)
+    steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
     if measure and any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         raise ArgumentError("measure=True runs the model, and its weights are on meta; give it real weights first")
     traced = solve(
@@ -257,7 +261,7 @@ def _budgets(budgets: Any, budgets_gb: Any) -> list[tuple[Any, Any]]:
     if budgets is not None and budgets_gb is not None:
         raise ArgumentError("give one of budgets=[0.8, ...] and budgets_gb=[20, ...]; both were given")
     for name, given in (("budgets", budgets), ("budgets_gb", budgets_gb)):
-        if given is not None and (isinstance(given, (str, int, float)) or not len(given)):
+        if given is not None and (not isinstance(given, Sequence) or isinstance(given, str) or not given):
             raise ArgumentError(f"{name}={given!r} must be a list of at least one budget")
     pairs = [(gb, None) for gb in budgets_gb] if budgets_gb is not None else [(None, b) for b in budgets or BUDGETS]
     for gb, b in pairs:
@@ -267,7 +271,7 @@ def _budgets(budgets: Any, budgets_gb: Any) -> list[tuple[Any, Any]]:
 
 def _labels(solvers: Sequence[str | Solver]) -> dict[str, str | Solver]:
     """label -> solver: its name, or its repr (which shows its settings) where two share one."""
-    if isinstance(solvers, str) or not len(solvers):
+    if not isinstance(solvers, Sequence) or isinstance(solvers, str) or not solvers:
         raise ArgumentError(f"solvers={solvers!r} must be a list of at least one solver")
     names = [get_solver(s).name for s in solvers]
     labels = [n if names.count(n) == 1 else repr(get_solver(s)) for n, s in zip(names, solvers, strict=True)]

@@ -17,6 +17,7 @@ import torch
 
 from gcsolve.api import Session, Settings, TracedCall
 from gcsolve.budget import check_budget, size_text
+from gcsolve.checks import check_limits, whole
 from gcsolve.cost.base import CostModel
 from gcsolve.cost.devices import get_device
 from gcsolve.costed import Costed
@@ -29,6 +30,7 @@ from gcsolve.simulate import simulate
 from gcsolve.solvers.base import Solver
 from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.minimum import alive_at_least, peak_floor
+from gcsolve.solvers.registry import get_solver
 from gcsolve.trace import parse_example
 
 WORTH_SAYING = 0.15  # of the peak: what takes less is not advised about
@@ -152,6 +154,8 @@ def fit(
     check_budget(budget_gb, budget)
     if budget is not None and not isinstance(budget, str):
         raise ArgumentError(f"budget={budget!r} is a share of a peak that differs by batch size; give a size")
+    check_limits(time_limit_s, gap)
+    get_solver(solver)
     sizes = _checked(batches)
     asked = _keywords(factory, seq)
     memory: list[tuple[str, int]] = []  # device and budget, known once there is a model
@@ -176,10 +180,14 @@ def fit(
 
 
 def _checked(batches: Iterable[int]) -> list[int]:
-    sizes = sorted(set(batches))
-    if not sizes or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in sizes):
-        raise ArgumentError(f"batches={batches!r} are not one or more whole numbers ≥ 1")
-    return sizes
+    if not isinstance(batches, Iterable) or isinstance(batches, str):
+        raise ArgumentError(
+            f"batches={batches!r} must be a list or range of whole numbers ≥ 1, as in range(1, 65) or [4, 8]"
+        )
+    listed = list(batches)
+    if not listed:
+        raise ArgumentError(f"batches={batches!r} is empty: it must be one or more whole numbers ≥ 1")
+    return sorted({whole(f"batches[{i}]", b, least=1) for i, b in enumerate(listed)})
 
 
 def _keywords(factory: Callable[..., Any], seq: int | None) -> dict[str, int]:
@@ -187,7 +195,16 @@ def _keywords(factory: Callable[..., Any], seq: int | None) -> dict[str, int]:
         raise ArgumentError(f"factory={factory!r} is not callable; pass a function of batch (and seq)")
     taken = inspect.signature(factory).parameters
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-    asked = {} if seq is None else {"seq": seq}
+    asked = {} if seq is None else {"seq": whole("seq", seq, least=1)}
+    fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    for name, parameter in taken.items():
+        if (
+            name not in ("batch", *asked)
+            and parameter.default is inspect.Parameter.empty
+            and parameter.kind not in fixed
+        ):
+            how = "pass seq= (on the command line --seq)" if name == "seq" else f"give {name} a default"
+            raise ArgumentError(f"the factory takes {', '.join(taken)}, and {name} was not given: {how}")
     for name in ("batch", *asked):
         if name not in taken and not any_name:
             raise ArgumentError(

@@ -77,6 +77,26 @@ def optimizer_memory(
     return OptimizerMemory(state, master, temporaries + master)  # master gradients come and go within a step
 
 
+def named_optimizer(optimizer: Any) -> Any:
+    """The class of torch.optim that a text names, in any case; what is no text comes back as it is.
+
+    Raises:
+        ArgumentError: torch.optim has no such class; the text lists those that there are.
+    """
+    if not isinstance(optimizer, str):
+        return optimizer
+    classes = {k.lower(): v for k, v in sorted(vars(torch.optim).items()) if isinstance(v, type)}
+    known = {
+        k: v for k, v in classes.items() if issubclass(v, torch.optim.Optimizer) and v is not torch.optim.Optimizer
+    }
+    if optimizer.lower() in known:
+        return known[optimizer.lower()]
+    raise ArgumentError(
+        f"optimizer={optimizer!r} is no class of torch.optim; known: {', '.join(v.__name__ for v in known.values())}. Or pass "
+        "a class, an instance or bytes per parameter"
+    )
+
+
 def _groups(optimizer: Any, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(what `step()` works on, those of it that are master weights)."""
     trainable = [p for p in parameters if p.requires_grad]

@@ -12,6 +12,7 @@ from torch import nn
 
 from gcsolve.budget import size_text
 from gcsolve.costed import Costed
+from gcsolve.errors import CallError
 from gcsolve.from_fx import tensors_of
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
@@ -266,6 +267,15 @@ class Plan:
         if self.costed.costed_by_bytes:
             lines.append(f"costed by bytes (no FLOP formula): {', '.join(self.costed.costed_by_bytes)}")
         return "\n".join(lines)
+
+    def __reduce__(self) -> Any:
+        raise CallError(
+            "a Plan is not pickled, for it holds code that was made for this process; plan.save(path) writes it, "
+            "gcsolve.load_plan(path, model) reads it"
+        )
+
+    def __copy__(self) -> Plan:
+        return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """The same plan for a copy of the model."""

@@ -1,7 +1,8 @@
-"""What long work shows while it runs: on standard error, and only to a person (a terminal or a notebook)."""
+"""What long work shows while it runs: on standard error, and only to a person (a terminal, or a notebook with ipywidgets)."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ def _watched(progress: bool | None) -> bool:
     if not isinstance(progress, (bool, type(None))):
         raise ArgumentError(f"progress={progress!r} must be True, False or None (shown to a terminal or notebook only)")
     if progress is None:
-        return sys.stderr.isatty() or "ipykernel" in sys.modules
+        # In a notebook rich draws by ipywidgets, and warns in every cell where there is none.
+        notebook = "ipykernel" in sys.modules and importlib.util.find_spec("ipywidgets") is not None
+        return sys.stderr.isatty() or notebook
     return progress
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gcsolve.budget import size_text
+from gcsolve.checks import whole
 from gcsolve.costed import storage_bytes
 from gcsolve.errors import ArgumentError
 from gcsolve.measure import PeakMeter, interleaved_times
@@ -23,7 +24,7 @@ from gcsolve.plan import Plan
 from gcsolve.structure import flatten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
     """What was measured. Peaks in bytes, times in seconds (medians of interleaved forward-backward runs).
 
@@ -100,6 +101,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         return self.summary()
+
+    __repr__ = __str__  # the last line of a notebook's cell shows the checks, not the fields
 
 
 class _Runner:
@@ -188,10 +191,9 @@ def verify(
         repeats: timed forward-backward runs of each, interleaved; 0 skips the timing (times are then 0.0).
 
     Raises:
-        ArgumentError: steps < 1, or the weights are not real.
+        ArgumentError: steps or repeats are no such numbers, or the weights are not real.
     """
-    if steps < 1:
-        raise ArgumentError(f"steps={steps} must be at least 1")
+    steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         raise ArgumentError("verify runs the model, and its weights are on meta; give it real weights first")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -57,7 +58,13 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"budget": 0.5, "loss": lambda y: y},
         r"loss must return a scalar tensor; it returned \(8, 32\)",
     ),
-    "optimizer": ({"budget": 0.5, "optimizer": "adam"}, "optimizer='adam'"),
+    "optimizer": (
+        {"budget": 0.5, "optimizer": "adamm"},
+        "optimizer='adamm' is no class of torch.optim; known: .*AdamW",
+    ),
+    "optimizer bool": ({"budget": 0.5, "optimizer": True}, "optimizer=True"),
+    "bool": ({"budget": True}, "budget=True must be"),
+    "text limit": ({"budget": 0.5, "time_limit_s": "a"}, "time_limit_s='a' must be a finite number"),
     "time limit": ({"budget": 0.5, "time_limit_s": -1}, "time_limit_s=-1"),
     "gap": ({"budget": 0.5, "gap": math.nan}, "gap=nan"),
     "progress": ({"budget": 0.5, "progress": "yes"}, "progress='yes'"),
@@ -353,6 +360,30 @@ def test_verify_reports_equality_and_the_peak_it_measured() -> None:
     assert len(report.losses) == 3
     assert report.step_s > 0
     assert "bitwise equal" in report.summary()
+
+
+def test_what_verify_and_at_refuse_and_how_a_plan_is_shown_and_copied() -> None:
+    plan = gcsolve.solve(models.MLP(2, 16), _x(8, 16), budget=1.0, optimizer="adamw", solver="STORE_ALL")
+    assert plan.breakdown["optimizer"] > 0
+    for given, text in (
+        ({"steps": "a"}, "steps='a' must be a whole number ≥ 1"),
+        ({"steps": 1.5}, r"steps=1\.5 must be"),
+        ({"steps": 0}, "steps=0 must be"),
+        ({"steps": True}, "steps=True must be"),
+        ({"repeats": -1}, "repeats=-1 must be a whole number ≥ 0"),
+        ({"repeats": None}, "repeats=None must be"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            plan.verify(**given)
+    with pytest.raises(ArgumentError, match=r"budget_gb=0, in GB; the first argument is budget_gb, .* budget=0\.5"):
+        plan.at(0)
+    with pytest.raises(ArgumentError, match="time_limit_s=None must be"):
+        plan.minimum_budget(None)  # type: ignore[arg-type]
+    report = plan.verify(steps=1, repeats=0)
+    assert repr(report) == report.summary()
+    with pytest.raises(gcsolve.CallError, match=r"plan\.save\(path\) writes it"):
+        pickle.dumps(plan)
+    assert copy.copy(plan).schedule is plan.schedule
 
 
 def test_verify_sees_a_wrong_gradient() -> None:

@@ -110,6 +110,11 @@ def test_two_settings_of_one_solver_are_told_apart() -> None:
         ({"budgets_gb": [-1]}, "budget_gb=-1"),
         ({"solvers": "auto"}, "solvers='auto' must be a list"),
         ({"solvers": ["magic"]}, "known solvers"),
+        ({"solvers": None}, "solvers=None must be a list"),
+        ({"budgets": {"a": 1}}, r"budgets=\{'a': 1\} must be a list"),
+        ({"repeats": -1}, "repeats=-1 must be a whole number ≥ 0"),
+        ({"steps": 0}, "steps=0 must be a whole number ≥ 1"),
+        ({"time_limit_s": "a"}, "time_limit_s='a'"),
     ],
 )
 def test_bad_arguments_name_themselves(given: dict[str, Any], text: str) -> None:

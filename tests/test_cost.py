@@ -234,13 +234,38 @@ def test_own_device_in_three_lines(monkeypatch):
         ({"peak_flops": {"float16": 1e12}}, "no float32"),
         ({"peak_flops": {"float32": -1.0}}, "float32"),
         ({"launch_s": -1.0}, "launch_s"),
+        ({"launch_s": None}, "launch_s=None must be a finite number ≥ 0"),
+        ({"memory_bytes": math.nan}, "device 'bad': memory_bytes=nan must be a whole number ≥ 1"),
+        ({"memory_bytes": None}, "memory_bytes=None"),
+        ({"memory_bytes": "16e9"}, "memory_bytes='16e9'"),
+        ({"memory_bytes": True}, "memory_bytes=True"),
+        ({"allocator_block_bytes": 0.5}, r"allocator_block_bytes=0\.5 must be a whole number"),
+        ({"bandwidth_bytes_per_s": None}, "bandwidth_bytes_per_s=None must be a finite number above 0"),
+        ({"peak_flops": None}, "peak_flops has no float32, only None"),
+        ({"peak_flops": {"float32": None}}, r"peak_flops\['float32'\]=None"),
+        ({"peak_flops": {"float32": 1.0, "fp16": 2.0}}, r"peak_flops\['fp16'\] is no dtype; known: float16"),
+        ({"name": ""}, "name='' of a device"),
+        ({"name": None}, "name=None of a device"),
         ({"kind": "tpu"}, "kind='tpu'.*cuda, mps, cpu"),
     ],
 )
 def test_bad_figures_are_refused(figures, text):
     good: dict[str, Any] = {"memory_bytes": 1, "bandwidth_bytes_per_s": 1.0, "peak_flops": {"float32": 1.0}}
     with pytest.raises(ArgumentError, match=text):
-        DeviceSpec("bad", **{**good, **figures})
+        DeviceSpec(**{"name": "bad", **good, **figures})
+
+
+def test_what_register_device_refuses(monkeypatch):
+    monkeypatch.setattr(device_room, "_DEVICES", dict(device_room._DEVICES))
+    with pytest.raises(ArgumentError, match=r"spec=None is not a gcsolve\.DeviceSpec"):
+        register_device(None)  # type: ignore[arg-type]
+    figures: dict[str, Any] = {"memory_bytes": 1, "bandwidth_bytes_per_s": 1.0, "peak_flops": {"float32": 1.0}}
+    with pytest.raises(
+        ArgumentError, match=r"spec\.name='CPU' is a device of kind 'cpu', and the spec is of kind='cuda'"
+    ):
+        register_device(DeviceSpec("CPU", **figures))
+    register_device(DeviceSpec("MyCard", **figures))
+    assert get_device("mycard").name == "MyCard"
 
 
 def test_calibrated_is_measured_once():

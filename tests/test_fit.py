@@ -116,7 +116,21 @@ def test_a_factory_that_cannot_be_on_meta_is_called_again() -> None:
         (lambda batch: 7, {}, "returned int"),
         (3, {}, "factory=3"),
         (factory(4), {"batches": []}, "batches"),
-        (factory(4), {"batches": [0]}, "whole numbers"),
+        (factory(4), {"batches": [0]}, r"batches\[0\]=0 must be a whole number ≥ 1"),
+        (factory(4), {"batches": [2, 1.5]}, r"batches\[1\]=1\.5"),
+        (factory(4), {"batches": [True]}, r"batches\[0\]=True"),
+        (factory(4), {"batches": 5}, "batches=5 must be a list or range"),
+        (factory(4), {"batches": None}, "batches=None must be a list or range"),
+        (factory(4), {"batches": "1..4"}, "batches='1..4' must be a list or range"),
+        (factory(4), {"seq": 1.5}, r"seq=1\.5 must be a whole number ≥ 1"),
+        (factory(4), {"gap": "x"}, "gap='x'"),
+        (factory(4), {"solver": "magic"}, "known solvers"),
+        (
+            lambda batch, seq: None,
+            {},
+            r"takes batch, seq, and seq was not given: pass seq= \(on the command line --seq\)",
+        ),
+        (lambda batch, width: None, {}, "width was not given: give width a default"),
         (factory(4), {"budget": 0.5}, "give a size"),
     ],
 )
@@ -136,3 +150,5 @@ def test_on_the_command_line(capsys, tmp_path, monkeypatch) -> None:
     assert "rtx4090, 22.80 GB to use: batch 4 fits" in out
     assert main([*words, "--batch", "some"]) == 2
     assert "1..64" in capsys.readouterr().err
+    assert main([*words, "--batch", "4..1"]) == 2
+    assert "--batch 4..1 names no batch sizes ≥ 1; write the smaller first" in capsys.readouterr().err

@@ -230,6 +230,30 @@ def test_a_registered_cost_must_be_one(registry, answer):
 
 
 @pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (
+            lambda: 3.0,
+            r"lambda>, registered as the cost of aten\.sin\.default, raised TypeError: .* 0 positional arguments",
+        ),
+        (lambda x: x.nothing, r"raised AttributeError: .*nothing.*own arguments: aten::sin\(Tensor self\)"),
+        (lambda x: True, r"registered for aten\.sin\.default \(.*lambda>\)=True flops must be"),
+        (lambda x: None, r"=None flops must be a finite number ≥ 0"),
+    ],
+)
+def test_a_cost_function_that_fails_is_named_with_its_op(fn, text, monkeypatch):
+    monkeypatch.setattr("gcsolve.cost.flops._registered", {})
+    gcsolve.register_cost(aten.sin, fn)
+    with pytest.raises(ArgumentError, match=text):
+        gcsolve.solve(Sines(), torch.ones(4, requires_grad=True), budget=1.0)
+
+
+class Sines(torch.nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [(("sin", len), "op='sin'"), ((aten.sin, 3), "fn=3"), ((aten.sin, len, "hours"), "unit='hours'.*flops, s")],
 )

@@ -16,7 +16,6 @@ The `cpu` entry is a constant, so that the same input gives the same plan everyw
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 import time
@@ -24,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gcsolve.checks import number, whole
 from gcsolve.errors import ArgumentError
 
 _CUDA_LAUNCH_S = 5e-6
@@ -32,6 +32,12 @@ _CUDA_LAUNCH_S = 5e-6
 # libraries take past torch's allocator, and its fragmentation. Apple: the memory is the whole machine's, and Metal
 # recommends no more than about three quarters of it. CPU: whatever else runs.
 RESERVES = {"cuda": (0.05, 10**9), "mps": (0.25, 10**9), "cpu": (0.1, 10**9)}
+
+
+_DTYPES = (
+    "float16", "bfloat16", "tf32", "float32", "float64", "float8", "complex64", "complex128",
+    "int8", "uint8", "int16", "int32", "int64", "bool",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class DeviceSpec:
         source: where the figures are from.
 
     Raises:
-        ArgumentError: a figure is not a finite number > 0, or float32 is missing.
+        ArgumentError: a figure is not a finite number > 0 (bytes: whole), the name is empty, a dtype is not known, or float32
+            is missing.
     """
 
     name: str
@@ -62,24 +69,25 @@ class DeviceSpec:
     source: str = "user"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
-        if "float32" not in self.peak_flops:
-            raise ArgumentError(f"device {self.name!r}: peak_flops has no float32, only {sorted(self.peak_flops)}")
-        figures = {
-            "memory_bytes": self.memory_bytes,
-            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
-            "allocator_block_bytes": self.allocator_block_bytes,
-            **{f"peak_flops[{k!r}]": v for k, v in self.peak_flops.items()},
-        }
-        for label, figure in figures.items():
-            if not (math.isfinite(figure) and figure > 0):
-                raise ArgumentError(f"device {self.name!r}: {label}={figure} must be a finite number > 0")
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ArgumentError(f"name={self.name!r} of a device must be a text that device= can call it by")
+        told = f"device {self.name!r}: "
+        for label in ("memory_bytes", "allocator_block_bytes"):
+            object.__setattr__(self, label, whole(f"{told}{label}", getattr(self, label), least=1))
+        if not isinstance(self.peak_flops, Mapping) or "float32" not in self.peak_flops:
+            known = sorted(map(str, self.peak_flops)) if isinstance(self.peak_flops, Mapping) else repr(self.peak_flops)
+            raise ArgumentError(f"{told}peak_flops has no float32, only {known}")
+        for dtype in self.peak_flops:
+            if dtype not in _DTYPES:
+                raise ArgumentError(f"{told}peak_flops[{dtype!r}] is no dtype; known: {', '.join(_DTYPES)}")
+        rates = {f"peak_flops[{k!r}]": v for k, v in self.peak_flops.items()}
+        for label, figure in {"bandwidth_bytes_per_s": self.bandwidth_bytes_per_s, **rates}.items():
+            number(f"{told}{label}", figure, above=0)
         if self.kind not in RESERVES:
             raise ArgumentError(
                 f"device {self.name!r}: kind={self.kind!r} is not known; known kinds: {', '.join(RESERVES)}"
             )
-        if not (math.isfinite(self.launch_s) and self.launch_s >= 0):
-            raise ArgumentError(f"device {self.name!r}: launch_s={self.launch_s} must be a finite number ≥ 0")
+        number(f"{told}launch_s", self.launch_s)
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.bandwidth_bytes_per_s, self.launch_s))
@@ -226,8 +234,20 @@ def devices() -> tuple[DeviceSpec, ...]:
 
 
 def register_device(spec: DeviceSpec) -> None:
-    """Make `spec` known by its name in this process; a known name is replaced."""
-    _DEVICES[spec.name] = spec
+    """Make `spec` known by its name, in lower case, in this process; a known name is replaced.
+
+    Raises:
+        ArgumentError: it is no `DeviceSpec`, or it would turn a device that is known by that name into another kind.
+    """
+    if not isinstance(spec, DeviceSpec):
+        raise ArgumentError(f"spec={spec!r} is not a gcsolve.DeviceSpec")
+    name = spec.name.lower()
+    if name in _DEVICES and _DEVICES[name].kind != spec.kind:
+        raise ArgumentError(
+            f"spec.name={spec.name!r} is a device of kind {_DEVICES[name].kind!r}, and the spec is of kind={spec.kind!r}; "
+            f"give it another name, or kind={_DEVICES[name].kind!r}"
+        )
+    _DEVICES[name] = spec
 
 
 def get_device(device: str | DeviceSpec | Any) -> DeviceSpec:

@@ -6,7 +6,6 @@ formula for. Attention formulas are ours: some releases refuse grouped key/value
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from gcsolve import _torch
+from gcsolve.checks import number
 from gcsolve.cost.base import OpInfo
 from gcsolve.errors import ArgumentError
 
@@ -120,7 +120,7 @@ def register_cost(op: Any, fn: Callable[..., float], *, unit: str = "flops") -> 
             (`cost="flops"` then counts the op by its bytes).
 
     Raises:
-        ArgumentError: an argument is none of these. While planning: `fn` answers with no finite number ≥ 0.
+        ArgumentError: an argument is none of these. While planning: `fn` raises, or answers with no finite number ≥ 0.
 
     Example:
         >>> import torch, gcsolve
@@ -144,10 +144,15 @@ def registered(node: fx.Node, unit: str) -> float | None:
     if fn is None:
         return None
     args, kwargs = fake_arguments(node)
-    cost = fn(*args, **kwargs)
-    if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not math.isfinite(cost) or cost < 0:
-        raise ArgumentError(f"the cost registered for {target} is {cost!r} {unit}; it must be a finite number ≥ 0")
-    return float(cost)
+    given = getattr(fn, "__qualname__", repr(fn))
+    try:
+        cost = fn(*args, **kwargs)
+    except Exception as error:
+        raise ArgumentError(
+            f"{given}, registered as the cost of {target}, raised {type(error).__name__}: {error}. It is called with the op's "
+            f"own arguments: {getattr(target, '_schema', target)}"
+        ) from error
+    return number(f"the cost registered for {target} ({given})", cost, of=f" {unit}")
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
