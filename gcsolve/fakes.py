@@ -29,6 +29,7 @@ from gcsolve._torch import (
     disable_autocast,
     no_modes,
     pytree,
+    storage_key,
     view_like,
 )
 from gcsolve.cost.alone import fits, may_run, run_alone, well_conditioned, zeros
@@ -75,6 +76,7 @@ class TrueFakes(FakeTensorMode):
         self.run = run
         self.elsewhere = elsewhere or not run
         self.checks_dtypes = False
+        self.caches = self.cache_enabled
 
     @contextlib.contextmanager
     def dtypes_checked(self) -> Iterator[None]:
@@ -88,6 +90,8 @@ class TrueFakes(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # What torch keeps of several fake results has lost which of them share a storage: a second trace would differ.
+        self.cache_enabled = self.caches and not _makes_several(func)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
@@ -101,7 +105,7 @@ class TrueFakes(FakeTensorMode):
             refused = _refusal(func, args, kwargs, result, self.elsewhere)
             if refused is not None:
                 raise type(refused)(*refused.args)
-        if self.run and isinstance(func, OpOverload) and _doubtful(func, args, kwargs):
+        if self.run and isinstance(func, OpOverload) and _doubtful(func, args, kwargs, result):
             like = _kernels_result(func, args, kwargs, result)
             if like is not None and not _lies_alike(like, result):
                 return self._fake(like)
@@ -115,20 +119,40 @@ class TrueFakes(FakeTensorMode):
 
 
 class _Like:
-    """A tensor's place in memory, without the memory."""
+    """A tensor's place in memory, without the memory; `storage` is equal for two results of one call that share theirs."""
 
     def __init__(self, t: torch.Tensor) -> None:
         self.shape, self.stride, self.dtype, self.device = tuple(t.shape), t.stride(), t.dtype, t.device
+        self.storage = storage_key(t)
 
 
 _results: dict[Any, Any] = {}
 
 
-def _doubtful(func: OpOverload, args: Any, kwargs: Any) -> bool:
+def _makes_several(func: Any) -> bool:
+    """Whether an op returns several tensors, or a list of them."""
+    return isinstance(func, OpOverload) and [str(r.type) for r in func._schema.returns] != ["Tensor"]
+
+
+def _doubtful(func: OpOverload, args: Any, kwargs: Any, result: Any) -> bool:
     if func.namespace == "prim" or func.overloadpacket in _TRUSTED or func._schema.is_mutable or view_like(func):
         return False
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    return any(t.dim() > 1 and not t.is_contiguous() for t in tensors)
+    tensors = _tensors((args, kwargs))
+    if any(t.dim() > 1 and not t.is_contiguous() for t in tensors):
+        return True
+    if not _makes_several(func) or torch.Tag.dynamic_output_shape in func.tags:
+        return False
+    made, read = _tensors(result), {storage_key(t) for t in tensors}
+    return any(t.numel() == 0 for t in made) or (_share(made) and not any(storage_key(t) in read for t in made))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _share(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of them share a storage."""
+    return len({storage_key(t) for t in tensors}) < len(tensors)
 
 
 def _refusal(func: OpOverload, args: Any, kwargs: Any, result: Any, elsewhere: bool) -> Exception | None:
@@ -226,16 +250,19 @@ def _as_node(func: OpOverload, args: Any, kwargs: Any, result: Any) -> fx.Node:
 
 def _lies_alike(like: Any, result: Any) -> bool:
     expected, found = pytree.tree_leaves(like), pytree.tree_leaves(result)
-    return len(expected) == len(found) and all(
-        _same_strides(a.shape, a.stride, b) for a, b in zip(expected, found, strict=True) if isinstance(a, _Like)
-    )
+    pairs = [(a, b) for a, b in zip(expected, found, strict=False) if isinstance(a, _Like)]
+    if len(expected) != len(found) or (
+        _share([b for _, b in pairs]) and len({a.storage for a, _ in pairs}) == len(pairs)
+    ):
+        return False
+    return all(_lies_like(a, b) for a, b in pairs)
 
 
-def _same_strides(shape: Sequence[int], stride: Sequence[int], t: torch.Tensor) -> bool:
-    """Or no matter: other sizes are not ours to correct, a dimension of one has no stride."""
-    if tuple(t.shape) != tuple(shape):
-        return True
-    return all(a == b or n == 1 for n, a, b in zip(shape, stride, t.stride(), strict=True)) or not t.numel()
+def _lies_like(like: _Like, t: torch.Tensor) -> bool:
+    """Or no matter: other sizes are not ours to correct, but an empty tensor's; a dimension of one has no stride."""
+    if tuple(t.shape) != like.shape:
+        return t.numel() > 0
+    return all(a == b or n == 1 for n, a, b in zip(like.shape, like.stride, t.stride(), strict=True)) or not t.numel()
 
 
 # --- nothing stays behind --------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 import gcsolve
 from gcsolve.errors import TraceError
+from tests.training import Of
 
 # Ops for which torch's tracing has other kernels or other strides than eager; each gets a convolution's 2x4x24x24 output.
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,6 +57,27 @@ def test_traced_as_eager_runs_it(name: str) -> None:
     assert report.within_budget
     assert abs(report.prediction_error) <= 0.02
     assert plan.baseline_peak_bytes <= 1.05 * report.eager_peak_bytes
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_layers": 2, "bidirectional": True, "dropout": 0.3}, {"bias": False}], ids=str
+)
+def test_what_an_lstm_keeps_for_its_backward_is_counted(settings: dict[str, Any], tmp_path: Path) -> None:
+    """oneDNN alone knows that buffer's size: torch's rule says nothing, and it is the most of the step."""
+    torch.manual_seed(0)
+    layers = nn.LSTM(32, 32, batch_first=True, **settings)
+    model = Of(lambda m, x: m.layers(x)[0].square().mean(), layers=layers)
+    plan = gcsolve.solve(model, torch.randn(8, 20, 32), budget=1.0, solver="store_all")
+    report = plan.verify(steps=1, repeats=0)
+    assert report.differences == ()
+    assert report.within_budget
+    assert abs(report.prediction_error) <= 0.02
+    nodes, values = plan.problem.graph.nodes, plan.problem.graph.values
+    runs = [node for node in nodes if node.op == "aten.mkldnn_rnn_layer.default"]
+    assert len(runs) == layers.num_layers * (1 + layers.bidirectional)
+    assert all(values[run.outputs[-1]].size_bytes > 10 * values[run.outputs[0]].size_bytes for run in runs)
+    plan.save(tmp_path / "plan.json")  # traced again, the same tensors share their storage
+    assert gcsolve.load_plan(tmp_path / "plan.json", model).schedule == plan.schedule
 
 
 def test_an_op_that_neither_rule_nor_kernel_takes_is_refused() -> None:

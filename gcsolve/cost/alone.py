@@ -28,7 +28,8 @@ _PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
 
 # Ops that read something a made-up tensor cannot stand for (a packed or library-made buffer): a kernel trusts it blindly
 # and may end the process.
-_OPAQUE = re.compile(r"rnn|lstm|gru|miopen|sparse|quantiz|fbgemm|packed|embedding_bag")
+# oneDNN's recurrent layers keep numbers alone, so any buffer of the right size will do.
+_OPAQUE = re.compile(r"(?<!mkldnn_)rnn|lstm|gru|miopen|sparse|quantiz|fbgemm|packed|embedding_bag")
 
 Fill = Callable[[torch.Tensor, str, int], torch.Tensor]  # (fake, device, values an index into something may take)
 
@@ -43,7 +44,14 @@ def may_run(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, _torch.OpOverload) or target.namespace not in _PURE_NAMESPACES:
         return False
-    return not _OPAQUE.search(str(target))
+    return not _OPAQUE.search(str(target)) and not _lacks_its_buffer(node)
+
+
+def _lacks_its_buffer(node: fx.Node) -> bool:
+    """Whether a recurrent layer's backward would read a buffer of a size that is not known."""
+    if node.target is not aten.mkldnn_rnn_layer_backward.default:
+        return False
+    return named_arguments(node)["workspace"].numel() == 0
 
 
 def free_memory_bytes(device: DeviceSpec) -> int:
@@ -90,7 +98,8 @@ def run_alone(
 ) -> Any:
     """`use(run)` of the first filling that the op accepts; None when it will not run on any.
 
-    `run()` calls the op once. Autograd, autocast and any tracing mode are off, and the random state is as before after.
+    `run()` calls the op once. Autocast and any tracing mode are off, and the random state is as before after. The grad mode is
+    on as in a step (a few kernels keep a buffer only then), and nothing requires a gradient.
 
     Args:
         copies: so many sets of operands are used in turn, and of each the last result is kept: with enough of them,
@@ -98,7 +107,7 @@ def run_alone(
     """
     draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     kept = _random_state_kept(device) if draws else contextlib.nullcontext()
-    with _torch.no_modes(), torch.no_grad(), _torch.disable_autocast(), kept:
+    with _torch.no_modes(), torch.enable_grad(), _torch.disable_autocast(), kept:
         for fill in fills:
             try:
                 first = made_up(node, device, fill)
