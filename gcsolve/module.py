@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from gcsolve._torch import global_module_hooks, transform
+from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.runtime import Step
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
@@ -58,7 +59,6 @@ class Steps:
 def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> Any:
     """Equal for two calls exactly when one traced step serves both: structure, non-tensor arguments, shapes, strides,
     dtypes, devices, who needs gradients, training flags, hooks, autocast, default dtype and the modules' own settings."""
-    kinds = {t.device.type for t in tensors if t.device.type != "meta"} | {"cpu", "cuda"}
     return (
         static_key(template, "example_input"),
         tuple(map(_description, tensors)),
@@ -72,8 +72,7 @@ def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template)
         ),
         tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters()),
         tuple((b.shape, b.dtype, b.device) for b in model.buffers()),
-        tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
-        torch.get_default_dtype(),
+        Context.here(),
         _settings(model),
     )
 

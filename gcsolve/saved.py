@@ -21,6 +21,7 @@ from torch import nn
 
 import gcsolve
 from gcsolve.api import Session, Settings, TracedCall
+from gcsolve.context import Context
 from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.costed import Costed, costed
 from gcsolve.errors import ArgumentError, InvalidSchedule, PlanMismatch
@@ -57,7 +58,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "gcsolve": gcsolve.__version__,
         "torch": str(torch.__version__),
         "model": _model_record(session.model),
-        "context": _context_record(),
+        "context": _context_record(costs.trace.context),
         "input": {"tensors": [_tensor_record(t) for t in tensors], "template": _template_record(template)},
         "settings": {
             "loss": None
@@ -137,7 +138,7 @@ def load_plan(
     record = _read(path)
     _compare("torch release", record["torch"], str(torch.__version__), "plan again, or load under the planned release")
     _compare_models(record["model"], _model_record(model))
-    _compare("autocast state and default dtype", record["context"], _context_record(), "load in the planned context")
+    _compare_contexts(record["context"], _context_record(Context.here()))
     settings = _settings(record["settings"], model, loss, optimizer, cost)
     args, kwargs = _example(record["input"]) if example_input is None else parse_example(example_input)
     with shown(progress, f"tracing {type(model).__name__}"):
@@ -224,10 +225,8 @@ def _model_record(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _context_record() -> list[Any]:
-    kinds = ("cpu", "cuda")
-    on = [[k, str(torch.get_autocast_dtype(k))] for k in kinds if torch.is_autocast_enabled(k)]
-    return [str(torch.get_default_dtype()), on]
+def _context_record(context: Context) -> list[Any]:
+    return [str(context.default_dtype), [[kind, str(dtype)] for kind, dtype in context.regions]]
 
 
 def _fingerprint(graph: Graph) -> str:
@@ -241,6 +240,17 @@ def _fingerprint(graph: Graph) -> str:
 def _compare(what: str, saved: Any, here: Any, then: str) -> None:
     if saved != here:
         raise PlanMismatch(f"the plan was saved with {what} {saved}, and here it is {here}; {then}")
+
+
+def _compare_contexts(saved: list[Any], here: list[Any]) -> None:
+    """Names the context to enter: the default dtype to set, or the autocast block."""
+    _compare("default dtype", saved[0], here[0], f"call torch.set_default_dtype({saved[0]}) first")
+    inside, around = (" and ".join(f'torch.autocast("{k}", {d})' for k, d in regions) for _, regions in (saved, here))
+    then = f"call load_plan inside `with {inside}:`" if inside else "call load_plan outside the autocast block"
+    if saved != here:
+        raise PlanMismatch(
+            f"the plan was made under {inside or 'no autocast'}, and here is {around or 'no autocast'}; {then}"
+        )
 
 
 def _compare_models(saved: dict[str, Any], here: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from torch import fx, nn
 
 from gcsolve import batchnorm
 from gcsolve._torch import global_module_hooks
+from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.fakes import TrueFakes, forget_fakes
 from gcsolve.flat import Call, Flat, Seen
@@ -53,6 +54,7 @@ class Trace:
     `filled`: (name, what is there) of those that hold no tensor yet. `settings`: plain attributes that the first call
     sets. `takes_gradient[k]`: the plan expects a gradient for flat output k; `differentiable[k]`: the untouched model would
     accept one. `output_paths[k]` names it.
+    `context`: autocast and default dtype around the call.
     `target`: the kind of device ("cuda") whose kernels were traced in place of the CPU's, "" when none were;
     `target_only`: those ops that the CPU cannot run.
     """
@@ -67,6 +69,7 @@ class Trace:
     differentiable: tuple[bool, ...]
     output_paths: tuple[str, ...]
     input_paths: tuple[str, ...]
+    context: Context
     target: str = ""
     target_only: tuple[str, ...] = ()
 
@@ -148,6 +151,7 @@ def _traced(
     kernels: TargetKernels | None,
 ) -> Trace:
     tensors, template = flatten((args, kwargs), "example_input")
+    context = Context.here()
     stand_ins = StandIns(
         {
             **{("source", index): generator for index, generator in enumerate(sources_of(template))},
@@ -167,7 +171,7 @@ def _traced(
         loss,
         all_outputs,
         kernels,
-        torch.is_autocast_cache_enabled(),
+        context.casts_once,
         running_line,
     )
     real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *tensors))
@@ -223,6 +227,7 @@ def _traced(
         seen.differentiable,
         tuple(paths[k] for k in range(len(seen.takes_gradient))),
         tuple(names[k].removeprefix("example_input") for k in range(len(tensors))),
+        context,
         kernels.device.kind if kernels else "",
         tuple(kernels.used) if kernels else (),
     )

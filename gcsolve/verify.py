@@ -118,13 +118,18 @@ class _Runner:
         self.measured = 0
 
     def forward_backward(self) -> None:
-        """Gradients of the outputs that the plan takes gradients for (ones), outputs held as a caller would."""
-        result = self.model(*self.args, **self.kwargs)
-        if self.loss is not None:
-            result = self.loss(result)
+        """Gradients of the outputs that the plan takes gradients for (ones), outputs held as a caller would.
+
+        Forward under the autocast and default dtype that were planned, backward outside that autocast.
+        """
+        with self.plan.costed.trace.context.entered():
+            result = self.model(*self.args, **self.kwargs)
+            if self.loss is not None:
+                result = self.loss(result)
         outputs, _ = flatten(result, "output")
         graded = [o for o, takes in zip(outputs, self.plan.costed.trace.takes_gradient, strict=False) if takes]
-        torch.autograd.backward(graded, [torch.ones_like(o) for o in graded])
+        with self.plan.costed.trace.context.outside_autocast().entered():
+            torch.autograd.backward(graded, [torch.ones_like(o) for o in graded])
         self.outputs, self.held = [o.detach() for o in graded], [o.detach() for o in outputs]
 
     def clear(self) -> None:

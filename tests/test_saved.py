@@ -137,13 +137,56 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     assert "was aten.gelu.default and is relu (aten.relu.default) at tests/" in refused(relu)
     assert "their sizes or connections" in refused(_mlp(), _x(128, 64))
     with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast" in refused(_mlp())
+        told = refused(_mlp())
+    assert 'no autocast, and here is torch.autocast("cpu", torch.bfloat16); call load_plan outside' in told
 
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "torch": "1.0"}))
     assert "torch release 1.0" in refused(_mlp())
     path.write_text(json.dumps({**record, "format": 99}))
     assert "format 99" in refused(_mlp())
+
+
+def test_planned_under_autocast_saved_and_verified_after_the_block(tmp_path: Path) -> None:
+    """What is saved and verified is the step that was planned, wherever that is asked for."""
+    model, path = _mlp(), tmp_path / "plan.json"
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = gcsolve.solve(model, _x(256, 64), budget=0.9)
+        inside = plan.verify(steps=2, repeats=0)
+    plan.save(path)
+    with pytest.raises(gcsolve.PlanMismatch, match=r"inside `with torch\.autocast\(\"cpu\", torch\.bfloat16\):`"):
+        gcsolve.load_plan(path, model)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = gcsolve.load_plan(path, model)
+    assert again.schedule == plan.schedule
+    for report in (inside, plan.verify(steps=2, repeats=0), again.verify(steps=2, repeats=0)):
+        assert report.ok
+        assert abs(report.prediction_error) < 0.005  # the predicted peak is that of the step in bfloat16
+    assert plan.verify(steps=2, repeats=0).losses == inside.losses
+    assert len(plan.module._gcsolve.cache) == 1
+    wide = gcsolve.solve(model, _x(256, 64), budget=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = wide.verify(steps=2, repeats=0)
+    assert report.ok
+    assert report.losses != inside.losses
+    assert torch.is_autocast_enabled("cpu") is False
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_planned_in_double_precision(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = _mlp(2)
+        plan = gcsolve.solve(model, _x(32, 64), budget=1.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    plan.save(path)
+    with pytest.raises(gcsolve.PlanMismatch, match=r"call torch\.set_default_dtype\(torch\.float64\) first"):
+        gcsolve.load_plan(path, model)
+    assert plan.verify(steps=1, repeats=0).ok
+    assert len(plan.module._gcsolve.cache) == 1
+    assert torch.get_default_dtype() is torch.float32
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "PK\x03\x04"])
