@@ -24,6 +24,8 @@ from gcsolve.solvers.base import Solution, Solver, Status
 from gcsolve.solvers.front import solve_problem
 from gcsolve.solvers.minimum import peak_floor
 from gcsolve.solvers.registry import get_solver
+from gcsolve.structure import flatten
+from gcsolve.verify import refuse_elsewhere
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5)
 SOLVERS = ("uniform_sqrt", "uniform", "blocks", "chen", "greedy", "rotor", "auto")
@@ -193,7 +195,8 @@ def compare(
         been found so far, with `complete` False.
 
     Raises:
-        TraceError, ArgumentError: as `solve`; both kinds of budgets given; or measure=True with weights on meta.
+        TraceError, ArgumentError: as `solve`; both kinds of budgets given; or measure=True with weights on meta or planned
+            for another kind of device.
 
     Example:
         >>> import torch, gcsolve
@@ -215,6 +218,9 @@ def compare(
         progress=progress,
     )  # fmt: skip
     session: Session = traced.session
+    if measure:
+        inputs, _ = flatten((session.args, session.kwargs), "example_input")
+        refuse_elsewhere("measure=True", session.settings.device, model, inputs)
     sizes = tuple(dict.fromkeys(budget_bytes(gb, b, traced.baseline_peak_bytes) for gb, b in asked))
     todo = [(name, solver, size) for size in sizes for name, solver in named.items()]
     rows: list[ComparisonRow] = []

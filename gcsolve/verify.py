@@ -16,6 +16,7 @@ from torch import nn
 
 from gcsolve.budget import size_text
 from gcsolve.checks import whole
+from gcsolve.cost.devices import DeviceSpec
 from gcsolve.costed import storage_bytes
 from gcsolve.errors import ArgumentError
 from gcsolve.measure import PeakMeter, interleaved_times
@@ -197,10 +198,12 @@ def verify(
 
     Raises:
         ArgumentError: steps or repeats are no such numbers, or the weights are not real.
+        ArgumentError: steps < 1, the weights are not real, or model and inputs are not on the plan's kind of device.
     """
     steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         raise ArgumentError("verify runs the model, and its weights are on meta; give it real weights first")
+    refuse_elsewhere("verify", plan.session.settings.device, model, flatten((args, kwargs), "example_input")[0])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found_state = _generator_state(device)
     held_grads = [(t, t.grad) for t in flatten((args, kwargs), "example_input")[0]]
@@ -212,6 +215,17 @@ def verify(
         _set_generator_state(found_state, device)
         for tensor, grad in held_grads:
             tensor.grad = grad
+
+
+def refuse_elsewhere(what: str, planned: DeviceSpec, model: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
+    """Measured on another kind of device, neither peak nor time nor rounding would say anything about the plan."""
+    kinds = {t.device.type for t in (*model.parameters(), *model.buffers(), *inputs)}
+    if planned.kind not in kinds:
+        raise ArgumentError(
+            f"{what} measures where the model is ({', '.join(sorted(kinds))}), and the plan is for device={planned.name!r} "
+            f"({planned.kind}), whose memory and kernels are others. Move model and inputs there and plan again, or plan with "
+            "device='cpu' to measure here"
+        )
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -109,7 +109,7 @@ def test_a_plan_for_elsewhere_is_read_here_and_does_not_run():
     assert "_scaled_dot_product_flash_attention" in plan.module.code
     with pytest.raises(CallError, match=r"_scaled_dot_product_flash_attention.*device='cpu'"):
         plan.module(x)
-    with pytest.raises(CallError, match="read here, not run"):
+    with pytest.raises(gcsolve.ArgumentError, match=r"model is \(cpu\), and the plan is for device='h200' \(cuda\)"):
         plan.verify()
     here = gcsolve.solve(model, x, budget=1.0, device="cpu")
     assert here.verify(steps=1, repeats=0).ok
@@ -119,6 +119,9 @@ def test_a_plan_for_elsewhere_without_such_kernels_runs_here_too():
     x = torch.randn(64, 32)
     plan = gcsolve.solve(MLP(), x, budget=1.0, device="h200")
     plan.module(x).sum().backward()
+    for measure in (plan.verify, lambda: gcsolve.compare(MLP(), x, budgets=[1.0], device="h200", measure=True)):
+        with pytest.raises(gcsolve.ArgumentError, match="plan with device='cpu' to measure here"):
+            measure()  # a peak of this CPU's says nothing about that GPU
 
 
 def test_masks_of_half_precision_dropout_are_used_as_cuda_uses_them():
