@@ -48,7 +48,8 @@ class Seen:
     `takes_gradient`, `differentiable`: as in `Trace`. `calls`: torch functions called. `uses_autograd`: forward does
     something with autograd itself, which must be traced where it happens. `stored`: names of the attributes that hold
     other tensors now. `settings`: plain values set on the model's modules; they are left set.
-    `sets_default_dtype`: some of forward ran under another default dtype than the call.
+    `sets_default_dtype`: some of forward ran under another default dtype than the call. `value_line`: the user's line that
+    first made a number or a shape of a tensor's values.
     """
 
     output: Template
@@ -61,6 +62,7 @@ class Seen:
     stored: tuple[str, ...]
     settings: tuple[Setting, ...]
     sets_default_dtype: bool
+    value_line: str
 
 
 class Last:
@@ -153,6 +155,7 @@ class Flat(nn.Module):
             tuple(written.tensors),
             written.settings,
             rehearsed.sets_default_dtype,
+            rehearsed.value_line,
         )
         return tuple(t.detach() if d and not k else t for t, d, k in zip(outputs, differentiable, takes, strict=True))
 

@@ -190,7 +190,8 @@ def _traced(
         except GcsolveError:
             raise
         except Exception as error:
-            raise _worded(error, model, _call_text(model, tensors, template)) from error
+            value_line = flat.last.seen.value_line if flat.last.seen else ""
+            raise _worded(error, model, _call_text(model, tensors, template), value_line) from error
         finally:
             forget_fakes()
     seen = flat.last.seen
@@ -462,7 +463,7 @@ _CANNOT = (
 )
 
 
-def _worded(error: Exception, model: nn.Module, call: str) -> TraceError:
+def _worded(error: Exception, model: nn.Module, call: str, value_line: str) -> TraceError:
     line = user_line(error)
     at = f" at {line}" if line else ""
     name = type(error).__name__
@@ -470,6 +471,13 @@ def _worded(error: Exception, model: nn.Module, call: str) -> TraceError:
         return TraceError(
             f"{type(model).__name__} changes a tensor in place that a planned step cannot follow: one in a list, a dict or a "
             "global. Make it a buffer, an attribute of a module or an argument"
+        )
+    if "UnbackedSymbol" in name:
+        at = f" at {value_line}" if value_line else at
+        return TraceError(
+            f"{type(model).__name__} makes a number or a shape of a tensor's values (item, tolist, nonzero, a boolean mask as "
+            f"index){at}: another step would need another plan. Keep it a tensor (x * s instead of x * s.item(), torch.where "
+            "instead of a mask), or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
         )
     if "DataDependent" in name or "data-dependent" in str(error):
         return TraceError(
@@ -484,7 +492,7 @@ def _worded(error: Exception, model: nn.Module, call: str) -> TraceError:
             )
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return TraceError(
-        f"{call} failed while it was traced{at}: {name}: {first}. If the same call works on the model itself, plan a part of "
-        "it instead: "
+        f"{name}: {first} (in {call}{at}, while it was traced). Check the example input and the loss: does the same call "
+        "work on the model itself, and the loss on its output alone? If so, plan a part of it instead: "
         "model.part = gcsolve.solve(model.part, ...).module"
     )

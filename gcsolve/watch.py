@@ -318,6 +318,7 @@ class Rehearsed(TorchFunctionMode):
         self.uses_autograd = False
         self.default_dtype = torch.get_default_dtype()
         self.sets_default_dtype = False
+        self.value_line = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         under = transform()
@@ -344,6 +345,8 @@ class Rehearsed(TorchFunctionMode):
                 f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
             )
         result = func(*args, **kwargs)
+        if not self.value_line and _follows_from_values(result):
+            self.value_line = self.line()
         if isinstance(result, _PLAIN) and result is not None:
             return result  # a question (a shape, a dtype); what its answer decides will show
         if real and isinstance(result, torch.Tensor) and result.requires_grad:
@@ -364,6 +367,12 @@ class Rehearsed(TorchFunctionMode):
                 "model once before planning)"
             )
         return result
+
+
+def _follows_from_values(result: Any) -> bool:
+    """Whether a result is, or has in its shape, a number that only the values of tensors tell."""
+    found = result.shape if isinstance(result, torch.Tensor) else (result,)
+    return any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in found)
 
 
 @contextlib.contextmanager

@@ -191,3 +191,20 @@ def test_the_model_is_told_that_it_runs_in_eager() -> None:
     assert "aten.tanh.default" in ops
     assert "aten.sin.default" not in ops
     assert not torch.compiler.is_compiling()
+
+
+@pytest.mark.filterwarnings("ignore:Raw SymInt")
+@pytest.mark.parametrize("use", [lambda h: h * h.sum().item(), lambda h: h[h > 0]])
+def test_a_number_or_shape_made_of_values_is_refused_with_the_line(use) -> None:
+    class Uses(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return use(super().forward(x))
+
+    with pytest.raises(TraceError, match=r"a tensor's value.* at .*test_trace.py:\d+"):
+        trace(Uses(8, 8), (_x(4, 8),), {})
+
+
+def test_a_call_that_the_model_rejects_is_told_with_its_own_error_first() -> None:
+    for args, kwargs in (((_x(4, 8), _x(4, 8)), {}), ((_x(4, 8),), {"other": 1})):
+        with pytest.raises(TraceError, match=r"^TypeError: .*forward\(\).* Check the example input"):
+            trace(torch.nn.Linear(8, 8), args, kwargs)
