@@ -167,7 +167,7 @@ def test_nothing_to_differentiate() -> None:
 def test_an_input_that_the_model_rejects_gives_the_models_own_words() -> None:
     model = models.MLP()
     before = _fingerprint(model)
-    with pytest.raises(TraceError, match=r"MLP\(float32\[8, 31\]\) .*models\.py:\d+.*\[8, 31\]") as caught:
+    with pytest.raises(TraceError, match=r"Error: .*\[8, 31\].*MLP\(float32\[8, 31\]\) at .*models\.py:\d+") as caught:
         gcsolve.solve(model, _x(8, 31), budget=1.0)
     assert caught.value.__cause__ is not None
     with pytest.raises(TraceError, match="unexpected keyword argument 'y'"):
