@@ -422,15 +422,16 @@ def refuse_below_floor(problem: Problem, look_s: float = 0.0) -> None:
     if problem.budget_bytes < total:
         parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in fixed)
         needed = f"what lives at the end of every step alone is {parts} = {size_text(total)}, and {needed}"
-    least, found = None, ""
+    least, advice = None, ". Raise the budget above that"
     if look_s > 0:
         least = some_plan(problem.with_budget(floor), time.perf_counter() + look_s).peak_bytes
-        found = f"; the least budget for which a plan was found is {_exact(least)}"
+        advice = f"; the least budget for which a plan was found is {_exact(least)}. Raise the budget to that"
     raise _refusal(
-        f"budget {size_text(problem.budget_bytes)} cannot be met: {needed}{found}. Raise the budget to that, or make the "
-        "batch, the model or the optimizer's state smaller; gcsolve.minimum_budget searches longer (`any_bytes`)",
+        f"budget {size_text(problem.budget_bytes)} cannot be met: {needed}{advice}, or make the batch, the model or the "
+        "optimizer's state smaller; gcsolve.minimum_budget searches longer (`any_bytes`)",
         problem,
         least,
+        floor,
         node,
     )
 
@@ -446,6 +447,7 @@ def infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget | Unsui
             f'solver={solution.solver!r} does not take a graph of {len(problem.graph.nodes)} ops; use solver="auto"'
         )
     node = problem.graph.nodes[solution.least_node] if solution.least_node is not None else None
+    floor, _ = peak_floor(problem)
     least, at = solution.least_bytes, node.where() if node else "an op"
     asked = f"budget {size_text(problem.budget_bytes)} cannot be met by {solution.solver}"
     if solution.status is Status.TIME_LIMIT and least is None:
@@ -453,21 +455,22 @@ def infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget | Unsui
     elif least is None:
         text = f"{asked}; gcsolve.minimum_budget looks for the least that can (`any_bytes`)"
     else:
-        floor, _ = peak_floor(problem)
         text = (
             f"{asked}: at least {_exact(floor)} is needed (proven), and the least budget for which it found a plan is "
             f"{_exact(least)}, set by {at}; raise the budget to that"
         )
-    return _refusal(text, problem, least, node)
+    return _refusal(text, problem, least, floor, node)
 
 
-def _refusal(text: str, problem: Problem, least_bytes: int | None, node: Node | None) -> InfeasibleBudget:
+def _refusal(
+    text: str, problem: Problem, least_bytes: int | None, floor_bytes: int, node: Node | None
+) -> InfeasibleBudget:
     """The error with what would do, what is needed at the least, and the op, module and line that set it."""
     return InfeasibleBudget(
         text,
         budget_bytes=problem.budget_bytes,
         least_bytes=least_bytes,
-        floor_bytes=peak_floor(problem)[0],
+        floor_bytes=floor_bytes,
         op=f"{node.name} ({node.op})" if node else "",
         module=node.module if node else "",
         source=node.source if node else "",
