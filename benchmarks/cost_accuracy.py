@@ -1,10 +1,10 @@
-"""Measured costs against measured steps: `python benchmarks/cost_accuracy.py` (one thread, some ten minutes).
+"""Measured costs against measured steps: `python benchmarks/cost_accuracy.py` (one thread, some fifteen minutes).
 
 For six models (reduced, so that a step takes about a second), with `cost="measured"`: plans at 60 and 40 % of the
 store-all peak (where no plan is that small, at the least budget + 2 %). Predicted: 1 + overhead, a plan's step time over
 store-all's. Measured: in every round each plan and store-all run in turn; the median over the rounds of the ratio, and
-beside it the middle half of those ratios. Store-all is run twice a round: its ratio to itself is the noise of the machine.
-Also the predicted peak against the measured one, and what the roofline predicted.
+beside it the middle half of those ratios. Store-all is run twice a round: a plan is held against the mean of the two, and
+their ratio is the noise of the machine. Also the predicted peak against the measured one, and what the roofline predicted.
 
 Ops are measured afresh (no cache from earlier runs), and malloc is told to keep its memory (glibc): by default it gives
 some back to the system and takes it again, in one step more than in the next. One thread, and CPU seconds of the
@@ -85,21 +85,22 @@ def rows_of(name: str, case: models.Case, repeats: int) -> Iterator[Row]:
     base = gcsolve.solve(model, example, budget=1.0, solver="store_all", cost="measured", **options)
     roofline = gcsolve.solve(model, example, budget=1.0, solver="store_all", **options)
     plans = [(label, plan) for label, plan in budgets(base)]
-    runs = [step(p.module, example) for p in (base, base, *(plan for _, plan in plans))]
-    once, twice, *samples = interleaved_samples(runs, repeats, clock=time.process_time)
+    runs = [step(p.module, example) for p in (base, *(plan for _, plan in plans), base)]
+    once, *samples, twice = interleaved_samples(runs, repeats, clock=time.process_time)
+    beside = [statistics.fmean(pair) for pair in zip(once, twice, strict=True)]
     for (label, plan), seconds in zip(plans, samples, strict=True):
         report = plan.verify(steps=1, repeats=0)
         yield {
             "model": name,
             "budget": label,
             "predicted": 1 + plan.overhead,
-            "measured": quartiles(ratios(seconds, once)),
+            "measured": quartiles(ratios(seconds, beside)),
             "fastest": fastest(seconds) / fastest([*once, *twice]),
             "itself": quartiles(ratios(twice, once)),
             "roofline": 1 + extra(plan, roofline.problem.cost),
             "peak_bytes": plan.peak_bytes,
             "measured_bytes": report.measured_peak_bytes,
-            "step_s": statistics.median(once),
+            "step_s": statistics.median(beside),
             "ops_s": base.problem.total_cost,
             "equal": not report.differences,
         }
@@ -216,7 +217,7 @@ def report(rows: list[Row], repeats: int) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Predicted step time ratios against measured ones.")
     parser.add_argument("--models", nargs="+", choices=list(REDUCED), help="default: all")
-    parser.add_argument("--repeats", type=int, default=9, help="interleaved runs (default: 9)")
+    parser.add_argument("--repeats", type=int, default=15, help="interleaved runs (default: 15)")
     parser.add_argument("--quick", action="store_true", help="one small model; nothing is written")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
