@@ -6,13 +6,12 @@ What gcsolve refuses ends in one line on standard error and exit status 2.
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gcsolve.errors import ArgumentError, GcsolveError
+from gcsolve.factory import made_by, named_factory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +118,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     import gcsolve
 
-    model, example_input, loss = _made(arguments.target)
+    model, example_input, loss = made_by(named_factory(arguments.target))
     size = {"budget_gb": arguments.budget_gb}
     if arguments.budget is not None:
         size = {"budget": _budget(arguments.budget)}
@@ -134,7 +133,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     import gcsolve
 
-    model, example_input, loss = _made(arguments.target)
+    model, example_input, loss = made_by(named_factory(arguments.target))
     found = gcsolve.compare(
         model,
         example_input,
@@ -155,7 +154,7 @@ def _fit(arguments: argparse.Namespace) -> None:
     import gcsolve
 
     found = gcsolve.fit(
-        _factory(arguments.target),
+        named_factory(arguments.target),
         _batches(arguments.batch),
         seq=arguments.seq,
         budget_gb=arguments.budget_gb,
@@ -255,47 +254,6 @@ def _optimizer(text: str | None) -> Any:
         return float(text)
     except ValueError:
         return text
-
-
-def _made(target: str) -> tuple[Any, Any, Callable[[Any], Any] | None]:
-    """What the factory named by "module:function" returns, as (model, example_input, loss)."""
-    factory = _factory(target)
-    try:
-        made = factory()
-    except GcsolveError:
-        raise
-    except Exception as error:
-        from gcsolve.trace import user_line
-
-        line = user_line(error)
-        at = f" at {line}" if line else ""
-        raise ArgumentError(f"the factory {target} raised {type(error).__name__}{at}: {error}") from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ArgumentError(
-            f"{target} returned {type(made).__name__}; it must return (model, example_input) or "
-            "(model, example_input, loss)"
-        )
-    model, example_input = made[:2]
-    return model, example_input, made[2] if len(made) == 3 else None
-
-
-def _factory(target: str) -> Callable[[], Any]:
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
-        raise ArgumentError(f"{target!r} is not of the form module:factory, as in my_models:small")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # an installed script does not look in the current folder by itself
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # Only the name that was asked for: an import that fails inside the user's module keeps its traceback.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ArgumentError(f"there is no module {error.name!r} here (looked for {target!r})") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise ArgumentError(f"{module_name} has no function {name!r}")
-    return factory
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ from gcsolve.api import Session, infeasible, refuse_below_floor, solve
 from gcsolve.budget import budget_bytes, check_budget, size_text
 from gcsolve.checks import whole
 from gcsolve.cost.base import CostModel
-from gcsolve.errors import ArgumentError, InfeasibleBudget
-from gcsolve.plan import Asked
+from gcsolve.errors import ArgumentError, InfeasibleBudget, SolverError
+from gcsolve.plan import Asked, Plan
 from gcsolve.progress import bar
 from gcsolve.report.tables import html_table, text_table
 from gcsolve.solvers.base import Solution, Solver, Status
@@ -29,6 +30,7 @@ from gcsolve.verify import refuse_elsewhere
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5)
 SOLVERS = ("uniform_sqrt", "uniform", "blocks", "chen", "greedy", "rotor", "auto")
+FAILED = "FAILED"
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ class ComparisonRow:
     """One solver at one budget. Bytes, seconds, and shares (0.1 = 10 %) of the store-all step.
 
     `peak_bytes` and `overhead` are those of the method's plan, also of one that is over the budget (the least it reaches);
-    None when it has none. `reason`: why no plan fits; "" when one does. `measured_peak_bytes`, `time_ratio` (step time /
+    None when it has none. `reason`: why no plan fits; "" when one does. `status`: a `Status` by name, or FAILED where the
+    solver raised or its answer did not hold (`reason` is that error then). `measured_peak_bytes`, `time_ratio` (step time /
     the untouched model's), `exact` (outputs, gradients, parameters, buffers and generator state bitwise equal) and
-    `differences` (what was not): None and () unless measured.
+    `differences` (what was not): None and () unless measured. `measure_error`: what was raised when it was to be.
     """
 
     solver: str
@@ -57,6 +60,7 @@ class ComparisonRow:
     time_ratio: float | None = None
     exact: bool | None = None
     differences: tuple[str, ...] = ()
+    measure_error: str = ""
 
     @property
     def fits(self) -> bool:
@@ -93,11 +97,20 @@ class Comparison:
         return next((r for r in self.rows if (r.solver, r.budget_bytes) == (solver, budget_bytes)), None)
 
     def summary(self) -> str:
-        """Overhead and peak of each solver at each budget as a table of text; then what was measured."""
+        """Overhead and peak of each solver at each budget as a table of text; what was measured; and what went wrong."""
         parts = [self._title(), text_table(*self._matrix())]
         if self.measured:
             parts += ["", self._measured_title(), text_table(*self._measurements(), right=range(1, 6))]
-        return "\n".join(parts)
+        return "\n".join([*parts, *(["", *self._errors()] if self._errors() else [])])
+
+    def _errors(self) -> list[str]:
+        """A line an error, each once, with the budget at which it came first."""
+        found: dict[str, str] = {}
+        for r in self.rows:
+            for text in (r.reason if r.status == FAILED else "", r.measure_error):
+                if text:
+                    found.setdefault(text, f"{r.solver} at {size_text(r.budget_bytes)} failed: {text}")
+        return list(found.values())
 
     def _title(self) -> str:
         missing = len(self.solvers) * len(self.budgets_bytes) - len(self.rows)
@@ -153,7 +166,7 @@ class Comparison:
         parts = [f"<p>{self._title()}</p>", html_table(*self._matrix())]
         if self.measured:
             parts += [f"<p>{self._measured_title()}</p>", html_table(*self._measurements(), right=range(1, 6))]
-        return "".join(parts)
+        return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in self._errors())])
 
     def __repr__(self) -> str:
         return f"<Comparison of {self.model}: {len(self.rows)} rows{'' if self.complete else ', interrupted'}>"
@@ -191,8 +204,9 @@ def compare(
         others: as for `solve`; `time_limit_s` and `gap` hold for each row.
 
     Returns:
-        a `Comparison`. A budget that a solver cannot meet is a row with its reason. When interrupted (Ctrl-C), what has
-        been found so far, with `complete` False.
+        a `Comparison`. A budget that a solver cannot meet is a row with its reason, and so is a solver of yours that
+        raises or answers with what does not hold, or a plan that fails while it is measured. When interrupted (Ctrl-C),
+        what has been found so far, with `complete` False.
 
     Raises:
         TraceError, ArgumentError: as `solve`; both kinds of budgets given; or measure=True with weights on meta or planned
@@ -234,15 +248,7 @@ def compare(
                 if measure and row.fits:
                     assert solution is not None
                     plan = session.planned(solution, size, Asked(solver, time_limit_s, gap))
-                    report = plan.verify(steps=steps, repeats=repeats)
-                    eager = report.eager_peak_bytes
-                    row = dataclasses.replace(
-                        row,
-                        measured_peak_bytes=report.measured_peak_bytes,
-                        time_ratio=report.time_ratio if repeats else None,
-                        exact=not report.differences,
-                        differences=report.differences,
-                    )
+                    row, eager = _measured(row, plan, steps, repeats, eager)
                 rows.append(row)
         complete = True
     except KeyboardInterrupt:
@@ -291,7 +297,10 @@ def _predicted(session: Session, name: str, asked: Asked, size: int) -> tuple[Co
         refuse_below_floor(problem)
     except InfeasibleBudget as error:
         return _no_plan(name, size, Status.INFEASIBLE.name, str(error)), None
-    found = solve_problem(problem, asked.solver, time_limit_s=asked.time_limit_s, gap=asked.gap)
+    try:
+        found = solve_problem(problem, asked.solver, time_limit_s=asked.time_limit_s, gap=asked.gap)
+    except SolverError as error:
+        return _no_plan(name, size, FAILED, str(error)), None
     over = found.schedule is None or found.status is Status.OVER_BUDGET
     reason = str(infeasible(problem, found)) if over else ""
     if found.schedule is None:
@@ -316,8 +325,29 @@ def _predicted(session: Session, name: str, asked: Asked, size: int) -> tuple[Co
     return row, found
 
 
+def _measured(
+    row: ComparisonRow, plan: Plan, steps: int, repeats: int, eager: int | None
+) -> tuple[ComparisonRow, int | None]:
+    """The row with what running `plan` shows, and the untouched model's peak (`eager`: as known so far)."""
+    try:
+        report = plan.verify(steps=steps, repeats=repeats)
+    except Exception as error:  # out of memory, say: the other rows are worth as much as before
+        return dataclasses.replace(row, measure_error=f"{type(error).__name__}: {error}"), eager
+    measured = dataclasses.replace(
+        row,
+        measured_peak_bytes=report.measured_peak_bytes,
+        time_ratio=report.time_ratio if repeats else None,
+        exact=not report.differences,
+        differences=report.differences,
+    )
+    return measured, report.eager_peak_bytes
+
+
 def _no_plan(name: str, size: int, status: str, reason: str) -> ComparisonRow:
     return ComparisonRow(name, size, status, reason, None, None, None, 0.0, 0.0, None, "", 0.0)
+
+
+_WITHOUT_PLAN = {Status.UNSUITED.name: "no plan (graph not taken)", FAILED: "failed (see below)"}
 
 
 def _cell(row: ComparisonRow | None) -> str:
@@ -325,6 +355,6 @@ def _cell(row: ComparisonRow | None) -> str:
         return "not run"
     if row.fits:
         return f"{row.overhead:.2%} ({size_text(row.peak_bytes or 0)})"
-    if row.status == Status.UNSUITED.name:
-        return "no plan (graph not taken)"
+    if row.status in _WITHOUT_PLAN:
+        return _WITHOUT_PLAN[row.status]
     return "no plan" if row.peak_bytes is None else f"no plan (least {size_text(row.peak_bytes)})"

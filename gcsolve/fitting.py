@@ -8,6 +8,7 @@ meets the budget.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from gcsolve.cost.base import CostModel
 from gcsolve.cost.devices import get_device
 from gcsolve.costed import Costed
 from gcsolve.errors import ArgumentError, InfeasibleBudget
+from gcsolve.factory import RETURNS, Made, factory_name, made_by, parameters_of
 from gcsolve.from_fx import tensors_of
 from gcsolve.progress import shown
 from gcsolve.report.tables import text_table
@@ -141,7 +143,8 @@ def fit(
         a `Fit`; its `summary()` names the largest batch that fits, where the peak sits and what would lower it.
 
     Raises:
-        ArgumentError: no or impossible batch sizes; a factory that takes no `batch`; otherwise as `solve`.
+        ArgumentError: no or impossible batch sizes; a factory that takes no `batch`, raises, or returns something else;
+            otherwise as `solve`.
         TraceError: as `solve`.
 
     Example:
@@ -193,43 +196,30 @@ def _checked(batches: Iterable[int]) -> list[int]:
 def _keywords(factory: Callable[..., Any], seq: int | None) -> dict[str, int]:
     if not callable(factory):
         raise ArgumentError(f"factory={factory!r} is not callable; pass a function of batch (and seq)")
-    taken = inspect.signature(factory).parameters
-    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
     asked = {} if seq is None else {"seq": whole("seq", seq, least=1)}
-    fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    for name, parameter in taken.items():
-        if (
-            name not in ("batch", *asked)
-            and parameter.default is inspect.Parameter.empty
-            and parameter.kind not in fixed
-        ):
-            how = "pass seq= (on the command line --seq)" if name == "seq" else f"give {name} a default"
-            raise ArgumentError(f"the factory takes {', '.join(taken)}, and {name} was not given: {how}")
+    taken = parameters_of(factory)
+    if taken is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+        return asked
     for name in ("batch", *asked):
-        if name not in taken and not any_name:
+        if name not in taken:
             raise ArgumentError(
-                f"the factory takes {', '.join(taken) or 'nothing'}, not {name}=: write it as def {factory.__name__}"
-                f"({', '.join(('batch', *asked))}), returning (model, example_input) or (model, example_input, loss)"
+                f"the factory takes {', '.join(taken) or 'nothing'}, not {name}=: write it as def "
+                f"{factory_name(factory).rpartition(':')[2]}({', '.join(('batch', *asked))}), returning {RETURNS}"
             )
+    if seq is None and "seq" in taken and taken["seq"].default is inspect.Parameter.empty:
+        raise ArgumentError(
+            f"the factory takes {', '.join(taken)}, and seq was not given: pass seq= (on the command line --seq)"
+        )
     return asked
 
 
-def _made(factory: Callable[..., Any], keywords: dict[str, int], device: Any) -> tuple[Any, Any, Any]:
+def _made(factory: Callable[..., Any], keywords: dict[str, int], device: Any) -> Made:
     """(model, example_input, loss) from the factory, on meta where the device is not this CPU."""
-    made = None
     if device is not None and get_device(device).kind != "cpu":
-        try:
-            with torch.device("meta"):
-                made = factory(**keywords)
-        except (RuntimeError, NotImplementedError):  # it looks at a number while it builds the model
-            made = None
-    made = factory(**keywords) if made is None else made
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ArgumentError(
-            f"the factory returned {type(made).__name__}; it must return (model, example_input) or "
-            "(model, example_input, loss)"
-        )
-    return made[0], made[1], made[2] if len(made) == 3 else None
+        # It may look at a number while it builds the model, which shows in errors of many kinds.
+        with contextlib.suppress(Exception), torch.device("meta"):
+            return made_by(factory, keywords)
+    return made_by(factory, keywords)
 
 
 def _searched(sizes: list[int], found: dict[int, FitRow], memory: list[tuple[str, int]]) -> Iterator[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ class Lowered:
     in_place: frozenset[fx.Node]
     rng_of: dict[int, int]
     forward_end: int
+
+    @cached_property
+    def tensor_of(self) -> dict[int, torch.Tensor]:
+        """value -> the fake tensor that it is (of views none); generator states and numbers have none."""
+        made = ((v, tensors_of(n)) for n, v in self.value_of.items() if n not in self.views)
+        return {v: tensors[0] for v, tensors in made if tensors}
+
+
+def tensor_text(t: torch.Tensor) -> str:
+    """As in "float32[8, 32]"."""
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

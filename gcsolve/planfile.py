@@ -143,9 +143,9 @@ SCHEMA: dict[str, Any] = {
         "gap": _number,
     },
     "graph": {
-        "fingerprint": str,
+        "external": [(str, _size)],
         "cost_unit": str,
-        "ops": [(str, _size, _number, _size)],
+        "ops": [(str, _size, _number, _size, bool, [_size], [(_size, bool, str, str)])],
         "estimated_workspace": [str],
         "estimated_cost": [str],
         "costed_by_bytes": [str],

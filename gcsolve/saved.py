@@ -7,9 +7,9 @@ writes out the schedule of the file; no op is measured and nothing is solved.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,8 @@ from gcsolve.context import Context
 from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.costed import Costed, costed
 from gcsolve.errors import ArgumentError, InvalidSchedule, PlanMismatch
-from gcsolve.graph import Graph
+from gcsolve.from_fx import Lowered, tensor_text
+from gcsolve.graph import Node
 from gcsolve.module import settled_signature
 from gcsolve.optimizer import make_optimizer
 from gcsolve.plan import Asked, Plan
@@ -36,10 +37,10 @@ from gcsolve.schedule import Compute, Free, Schedule
 from gcsolve.simulate import simulate
 from gcsolve.solvers.base import Solution, Status
 from gcsolve.solvers.registry import SOLVERS
-from gcsolve.structure import Container, Leaf, Static, Template, flatten
+from gcsolve.structure import Container, Leaf, Static, Template, flatten, leaf_paths
 from gcsolve.trace import parse_example
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -75,10 +76,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
             "gap": plan.asked.gap,
         },
         "graph": {
-            "fingerprint": _fingerprint(plan.problem.graph),
+            "external": plan.problem.graph.external,
             "cost_unit": plan.problem.cost_unit,
             "ops": [
-                [node.op, node.workspace_bytes, cost, flops]
+                [node.op, node.workspace_bytes, cost, flops, *_structure(costs.lowered, node)]
                 for node, cost, flops in zip(plan.problem.graph.nodes, plan.problem.cost, costs.flops, strict=True)
             ],
             "estimated_workspace": costs.estimated_workspace,
@@ -119,7 +120,8 @@ def load_plan(
         a `Plan`, equal to the saved one in everything that was planned.
 
     Raises:
-        PlanMismatch: model, mode, autocast, torch release or traced graph are not those of the file; the text says which.
+        PlanMismatch: model, mode, autocast, torch release, input or traced graph are not those of the file; the text says
+            which tensor or op differs first, and how it was and is.
         ArgumentError: the file is not a saved plan or is damaged, or something that it cannot hold has to be given.
         OSError: the file cannot be read.
 
@@ -185,6 +187,7 @@ def _traced(
     """The call traced again, with the numbers of the file instead of measured ones."""
     started = time.perf_counter()
     tensors, template = flatten((args, kwargs), "example_input")
+    _compare_inputs(record["input"]["tensors"], tensors, template)
     traced = settings.trace(model, args, kwargs)
     plain = get_cost("flops", settings.device)  # replaced below; a measured model would run ops for nothing
     fresh = costed(
@@ -192,7 +195,7 @@ def _traced(
         accumulate=settings.accumulate, measure=False,
     )  # fmt: skip
     saved = record["graph"]
-    _compare_graphs(saved, fresh.problem.graph)
+    _compare_graphs(saved, fresh.lowered)
     ops = saved["ops"]
     nodes = tuple(replace(node, workspace_bytes=op[1]) for node, op in zip(fresh.problem.graph.nodes, ops, strict=True))
     graph = replace(fresh.problem.graph, nodes=nodes)
@@ -229,12 +232,12 @@ def _context_record(context: Context) -> list[Any]:
     return [str(context.default_dtype), [[kind, str(dtype)] for kind, dtype in context.regions]]
 
 
-def _fingerprint(graph: Graph) -> str:
-    """Of everything a schedule depends on but workspace and costs, which the file carries; source lines may move."""
-    told: list[Any] = [graph.backward_start, list(graph.external)]
-    told += [[n.name, n.op, n.inputs, n.outputs, n.rerunnable] for n in graph.nodes]
-    told += [[v.name, v.size_bytes, v.producer, v.pinned, v.kind] for v in graph.values]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+def _structure(lowered: Lowered, node: Node) -> list[Any]:
+    """What a schedule depends on beside cost and workspace: [rerunnable, values read, values made], of each made [bytes,
+    pinned, kind, its dtype and shape for a person to read]. Names and source lines may change."""
+    made = [(lowered.graph.values[v], lowered.tensor_of.get(v)) for v in node.outputs]
+    values = [[v.size_bytes, v.pinned, v.kind, "" if t is None else tensor_text(t)] for v, t in made]
+    return [node.rerunnable, list(node.inputs), values]
 
 
 def _compare(what: str, saved: Any, here: Any, then: str) -> None:
@@ -254,28 +257,72 @@ def _compare_contexts(saved: list[Any], here: list[Any]) -> None:
 
 
 def _compare_models(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    _compare("model class", saved["class"], here["class"], "load it for the model that was planned")
-    mode = "call model.train() or model.eval() first"
-    _compare("training mode", saved["training"], here["training"], mode)
-    for a, b in zip(saved["tensors"], here["tensors"], strict=False):
-        _compare("(name, dtype, shape, requires_grad)", a, b, "load it for the model that was planned")
+    then = "load it for the model that was planned"
+    _compare("model class", saved["class"], here["class"], then)
+    _compare("training mode", saved["training"], here["training"], "call model.train() or model.eval() first")
+    for was, now in zip(saved["tensors"], here["tensors"], strict=False):
+        _compare("a", was[0], now[0], then)
+        _compare(was[0], _tensor_told(*was[1:]), _tensor_told(*now[1:]), then)
     counts = len(saved["tensors"]), len(here["tensors"])
-    _compare("number of parameters and buffers", *counts, "load it for the model that was planned")
+    _compare("number of parameters and buffers", *counts, then)
 
 
-def _compare_graphs(saved: dict[str, Any], graph: Graph) -> None:
-    if saved["fingerprint"] == _fingerprint(graph) and len(saved["ops"]) == len(graph.nodes):
-        return
+def _compare_inputs(saved: list[Any], tensors: list[torch.Tensor], template: Template) -> None:
+    then = "give an input like the planned one, or plan again"
+    paths = leaf_paths(template)
+    for k, (was, tensor) in enumerate(zip(saved, tensors, strict=False)):
+        told = [_tensor_told(dtype, shape, grad) for dtype, shape, _, _, grad in (was, _tensor_record(tensor))]
+        _compare(re.sub(r"^example_input\[[01]\]\[(?:(\d+)|'(\w+)')\]", r"argument \1\2", paths[k]), *told, then)
+    _compare("number of input tensors", len(saved), len(tensors), then)
+
+
+def _tensor_told(dtype: str, shape: list[int], requires_grad: bool) -> str:
+    return f"{dtype.removeprefix('torch.')}{shape}{', requires_grad' if requires_grad else ''}"
+
+
+def _compare_graphs(saved: dict[str, Any], lowered: Lowered) -> None:
+    """Names the first op that differs, with what it was."""
     advice = "the model's code, settings, modes or inputs are not those that were planned; plan again"
-    for i, (op, node) in enumerate(zip(saved["ops"], graph.nodes, strict=False)):
+    for (kind, was), (_, now) in zip(saved["external"], lowered.graph.external, strict=False):
+        _compare(f"{kind} of", f"{was} bytes", f"{now} bytes", advice)
+    made: list[tuple[int, str]] = []  # of each value so far: the op that makes it, and its text
+    for i, (op, node) in enumerate(zip(saved["ops"], lowered.graph.nodes, strict=False)):
         if op[0] != node.op:
             raise PlanMismatch(f"op {i} of the step was {op[0]} and is {node.where()} here: {advice}")
-    counts = len(saved["ops"]), len(graph.nodes)
-    if counts[0] == counts[1]:
-        same = "the ops are the same, their sizes or connections are not"
-    else:
-        same = f"{counts[0]} ops, here {counts[1]}"
-    raise PlanMismatch(f"the traced step is another ({same}): {advice}")
+        was, now = op[4:], _structure(lowered, node)
+        made += [(i, value) for value in map(_value_told, now[2])]
+        for what, a, b in zip(_DIFFERS, was, now, strict=True):
+            if a != b:
+                raise PlanMismatch(f"op {i} of the step, {node.where()}, {what(a, b, made)}: {advice}")
+    counts = len(saved["ops"]), len(lowered.graph.nodes)
+    if counts[0] != counts[1]:
+        raise PlanMismatch(f"the traced step is another ({counts[0]} ops, here {counts[1]}): {advice}")
+
+
+def _value_told(value: list[Any]) -> str:
+    """A made value as in "float32[8, 32] (1024 bytes)"."""
+    size, pinned, kind, text = value
+    return f"{text or 'a value'} ({size} bytes{', ' + kind if kind != 'activations' else ''}{', pinned' if pinned else ''})"
+
+
+def _reads_told(reads: list[int], made: list[tuple[int, str]]) -> str:
+    """What is read, as in "float32[8, 32] (1024 bytes) of op 3"."""
+    return " and ".join(f"{made[v][1]} of op {made[v][0]}" for v in reads if v < len(made)) or "nothing"
+
+
+# Of each entry of `_structure`: how it differs, in words, given what was saved, what is here, and the values made so far.
+_DIFFERS: tuple[Callable[[Any, Any, list[tuple[int, str]]], str], ...] = (
+    lambda was, now, _: (
+        f"could{'' if was else ' not'} be run again when the plan was saved, and can{'' if now else 'not'} here"
+    ),
+    lambda was, now, made: (
+        f"read {_reads_told(was, made)} when the plan was saved, and reads {_reads_told(now, made)} here"
+    ),
+    lambda was, now, _: (
+        f"made {', '.join(map(_value_told, was)) or 'nothing'} when the plan was saved, and makes "
+        f"{', '.join(map(_value_told, now)) or 'nothing'} here"
+    ),
+)
 
 
 # --- settings and example input ----------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import pytest
 
 from gcsolve.cli import main
 from gcsolve.cost.devices import devices
+from gcsolve.errors import ArgumentError
+from gcsolve.factory import named_factory
 from gcsolve.solvers.registry import solvers
 
 MODELS = """
@@ -25,11 +27,14 @@ def with_loss():
     model, x = small()
     return model, x, lambda y: y.square().mean()
 
-def nothing():
+def nothing(**sizes):
     return 7
 
 def raising():
     raise ValueError("no such checkpoint: small.pt")
+
+def sized(batch, seq):
+    return nothing()
 
 broken = 3
 """
@@ -125,20 +130,45 @@ def test_bad_words_name_what_is_accepted(capsys, here, words, text):
         ("no_such_module_here:f", "no module"),
         ("{here}:absent", "no function 'absent'"),
         ("{here}:broken", "no function 'broken'"),
-        ("{here}:raising", "the factory {here}:raising raised ValueError at {here}.py:17: no such checkpoint"),
+        ("{here}:raising", "the factory {here}:raising() raised ValueError at {here}.py:17: no such checkpoint"),
+        (
+            "{here}:sized",
+            "takes (batch, seq), and it is called as {here}:sized(): missing a required argument: 'batch'",
+        ),
         ("{here}:nothing", "must return (model, example_input)"),
     ],
 )
 def test_bad_targets(capsys, here, target, text):
-    assert text.format(here=here) in refused(capsys, "plan", target.format(here=here), "--budget", "0.5")
+    for command, options in (("plan", ["--budget", "0.5"]), ("compare", []), ("fit", ["--batch", "1"])):
+        if command != "fit" or "()" not in text:  # fit calls it with a batch size
+            assert text.format(here=here) in refused(capsys, command, target.format(here=here), *options)
 
 
-def test_an_import_that_fails_inside_the_users_module_keeps_its_traceback(tmp_path, monkeypatch):
-    (tmp_path / "cli_models_failing.py").write_text("import no_such_dependency\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        main(["plan", "cli_models_failing:f", "--budget", "0.5"])
+def test_a_factory_that_raises_for_a_batch_size_names_the_call_and_the_line(capsys, here):
+    Path(f"{here}.py").write_text("def small(batch, seq=8):\n    return [][batch]\n")
+    expected = f"the factory {here}:small(batch=3, seq=16) raised IndexError at {here}.py:2: list index out of range"
+    assert expected in refused(capsys, "fit", f"{here}:small", "--batch", "3", "--seq", "16", "--device", "h200")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            "import no_such_dependency",
+            "raised ModuleNotFoundError at {here}.py:1: No module named 'no_such_dependency'",
+        ),
+        ("\n1 / 0", "raised ZeroDivisionError at {here}.py:2: division by zero"),
+        ("def small(:", "raised SyntaxError: invalid syntax ({here}.py, line 1)"),
+    ],
+)
+def test_an_import_that_fails_inside_the_users_module_names_its_line(capsys, here, code, text):
+    Path(f"{here}.py").write_text(code + "\n")
+    expected = f"{here}:small: importing {here} " + text.format(here=here)
+    for command in ("plan", "compare", "fit"):
+        assert expected in refused(capsys, command, f"{here}:small")
+    with pytest.raises(ArgumentError) as raised:
+        named_factory(f"{here}:small")
+    assert raised.value.__cause__ is not None
 
 
 def test_both_budgets_are_refused(capsys, here):

@@ -94,6 +94,51 @@ def test_an_interrupt_keeps_the_rows_so_far() -> None:
     assert "interrupted" in repr(found)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Broken:
+    name: ClassVar[str] = "broken"
+    answer: Any = None
+
+    def solve(self, problem: gcsolve.Problem, **_: Any) -> gcsolve.Solution:
+        if self.answer is None:
+            raise ZeroDivisionError("no <bytes>")
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [None, 7], ids=["raises", "rubbish"])
+def test_a_solver_that_fails_is_a_row_with_its_error(answer: Any) -> None:
+    told = "raised ZeroDivisionError at test_comparison.py" if answer is None else "answered with int"
+    found = gcsolve.compare(*_case(), budgets=[0.9, 0.8], solvers=("uniform", _Broken(answer), "auto"))
+    assert found.complete
+    assert [(r.solver, r.fits) for r in found.rows] == 2 * [("uniform", True), ("broken", False), ("auto", True)]
+    failed = [r for r in found.rows if r.solver == "broken"]
+    assert {r.status for r in failed} == {"FAILED"}
+    assert all(told in r.reason and r.peak_bytes is None for r in failed)
+    text = found.summary()
+    assert text.count("failed (see below)") == 2
+    assert text.splitlines()[-1] == f"broken at 989.34 kB failed: {failed[0].reason}"
+    assert "no &lt;bytes&gt;" in found._repr_html_() or answer == 7
+    assert json.loads(found.to_json())["rows"][1]["reason"] == failed[0].reason
+    found.plot()
+
+
+def test_a_plan_that_fails_while_measured_keeps_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gcsolve.Plan.verify
+
+    def verify(plan: gcsolve.Plan, **options: Any) -> Any:
+        if plan.solution.solver == "uniform":
+            raise MemoryError("40 GB")
+        return real(plan, **options)
+
+    monkeypatch.setattr(gcsolve.Plan, "verify", verify)
+    found = gcsolve.compare(*_case(), budgets=[0.9], solvers=("uniform", "auto"), measure=True, repeats=0)
+    failed, row = found.rows
+    assert (failed.fits, failed.exact, failed.measured_peak_bytes) == (True, None, None)
+    assert failed.measure_error == "MemoryError: 40 GB"
+    assert row.exact is True
+    assert "uniform at 989.34 kB failed: MemoryError: 40 GB" in found.summary()
+
+
 def test_two_settings_of_one_solver_are_told_apart() -> None:
     found = gcsolve.compare(*_case(), budgets=[1.0], solvers=(Uniform(2), Uniform(3)))
     assert found.solvers == ("Uniform(k=2)", "Uniform(k=3)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -130,7 +131,23 @@ def test_a_factory_that_cannot_be_on_meta_is_called_again() -> None:
             {},
             r"takes batch, seq, and seq was not given: pass seq= \(on the command line --seq\)",
         ),
-        (lambda batch, width: None, {}, "width was not given: give width a default"),
+        (
+            lambda batch, width: None,
+            {},
+            r"takes \(batch, width\), and it is called as .*<lambda>\(batch=1\): missing .*'width'. Give what is missing a",
+        ),
+        (lambda batch, **more: None, {"seq": 4}, r"the factory .*<lambda>\(batch=1, seq=4\) returned NoneType"),
+        (
+            functools.partial(lambda width: None, width=3),
+            {},
+            r"takes width, not batch=: write it as def .*<lambda>\(batch\)",
+        ),
+        (dict, {}, r"the factory builtins:dict\(batch=1\) returned dict; it must return \(model, example_input\) or"),
+        (
+            lambda batch: torch.nn.Linear(4, "wide"),
+            {"device": "rtx4090"},
+            r"the factory .*<lambda>\(batch=1\) raised TypeError at .*test_fit.py:\d+: .*type str",
+        ),
         (factory(4), {"budget": 0.5}, "give a size"),
     ],
 )
