@@ -262,7 +262,7 @@ def _compare_models(saved: dict[str, Any], here: dict[str, Any]) -> None:
     _compare("training mode", saved["training"], here["training"], "call model.train() or model.eval() first")
     for was, now in zip(saved["tensors"], here["tensors"], strict=False):
         _compare("a", was[0], now[0], then)
-        _compare(was[0], _tensor_told(*was[1:]), _tensor_told(*now[1:]), then)
+        _compare(was[0], _tensor_told(was[1:]), _tensor_told(now[1:]), then)
     counts = len(saved["tensors"]), len(here["tensors"])
     _compare("number of parameters and buffers", *counts, then)
 
@@ -270,13 +270,14 @@ def _compare_models(saved: dict[str, Any], here: dict[str, Any]) -> None:
 def _compare_inputs(saved: list[Any], tensors: list[torch.Tensor], template: Template) -> None:
     then = "give an input like the planned one, or plan again"
     paths = leaf_paths(template)
-    for k, (was, tensor) in enumerate(zip(saved, tensors, strict=False)):
-        told = [_tensor_told(dtype, shape, grad) for dtype, shape, _, _, grad in (was, _tensor_record(tensor))]
-        _compare(re.sub(r"^example_input\[[01]\]\[(?:(\d+)|'(\w+)')\]", r"argument \1\2", paths[k]), *told, then)
+    for k, (saved_one, tensor) in enumerate(zip(saved, tensors, strict=False)):
+        was, now = (_tensor_told([r[0], r[1], r[4]]) for r in (saved_one, _tensor_record(tensor)))
+        _compare(re.sub(r"^example_input\[[01]\]\[(?:(\d+)|'(\w+)')\]", r"argument \1\2", paths[k]), was, now, then)
     _compare("number of input tensors", len(saved), len(tensors), then)
 
 
-def _tensor_told(dtype: str, shape: list[int], requires_grad: bool) -> str:
+def _tensor_told(record: list[Any]) -> str:
+    dtype, shape, requires_grad = record
     return f"{dtype.removeprefix('torch.')}{shape}{', requires_grad' if requires_grad else ''}"
 
 

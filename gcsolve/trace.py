@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
-import logging
 import random
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +26,7 @@ from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.fakes import TrueFakes, forget_fakes
 from gcsolve.flat import Call, Flat, Seen
 from gcsolve.functions import KeptFunctions
+from gcsolve.heard import heard
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
 from gcsolve.kernels import TargetKernels
 from gcsolve.structure import Template, flatten, leaf_paths, sources_of, unflatten
@@ -179,9 +177,10 @@ def _traced(
     copied = _copied(mode, model, stand_ins.of)
     cumulative = batchnorm.mark(copied)
     flat = Flat(copied, call)
-    with HostRandomnessRefused(), _torch_quiet():
+    with HostRandomnessRefused(), heard(is_user_file, shown_path) as prints:
         try:
             settings, filled = _rehearse(flat, mode, flat_inputs)
+            prints.hush()
             assert flat.last.seen is not None
             exported = not (flat.last.seen.uses_autograd or flat.last.seen.sets_default_dtype)
             flat.last.expected = flat.last.seen.calls if exported else None
@@ -374,23 +373,6 @@ def _copied(mode: Any, model: nn.Module, generators: dict[int, torch.Generator])
             f"{type(model).__name__} could not be copied for tracing ({type(error).__name__}: {error}); an attribute that "
             "copy.deepcopy cannot copy is the usual reason"
         ) from error
-
-
-@contextlib.contextmanager
-def _torch_quiet() -> Iterator[None]:
-    """When a trace fails, torch logs and prints the half-made graph; the error says it in one line instead."""
-    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("torch")]
-    asleep = [logger for logger in loggers if not logger.disabled]
-    for logger in asleep:
-        logger.disabled = True
-    text = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(text):
-            yield
-    finally:
-        for logger in asleep:
-            logger.disabled = False
-    sys.stderr.write(text.getvalue())  # what the model itself had to say
 
 
 def user_line(error: BaseException) -> str:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import pprint
+import sys
+import threading
+import warnings
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+import gcsolve
 from gcsolve.errors import ArgumentError, TraceError
 from gcsolve.structure import flatten, leaf_paths, skeleton, static_key, unflatten
 from gcsolve.trace import parse_example, trace
@@ -208,3 +217,54 @@ def test_a_call_that_the_model_rejects_is_told_with_its_own_error_first() -> Non
     for args, kwargs in (((_x(4, 8), _x(4, 8)), {}), ((_x(4, 8),), {"other": 1})):
         with pytest.raises(TraceError, match=r"^TypeError: .*forward\(\).* Check the example input"):
             trace(torch.nn.Linear(8, 8), args, kwargs)
+
+
+class _Prints(nn.Module):
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.how(y)
+        return y
+
+
+def _print_shape(y: torch.Tensor) -> None:
+    print("shape", tuple(y.shape))
+
+
+def _print_error(y: torch.Tensor) -> None:
+    print("shape", tuple(y.shape), file=sys.stderr)
+
+
+def _pprint_shape(y: torch.Tensor) -> None:
+    pprint.pprint(("shape", *y.shape))
+
+
+@pytest.mark.parametrize("how", [_print_shape, _print_error, _pprint_shape])
+def test_what_forward_prints_is_heard_once_and_a_warning_names_the_line(how: Any, capsys: Any) -> None:
+    line = how.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=rf"forward prints at tests/test_trace\.py:{line}: .*not in a planned step"):
+        plan = gcsolve.solve(_Prints(how), torch.randn(4, 8), budget=1.0)
+    out, err = capsys.readouterr()
+    assert (out + err).count("shape") == 1
+    plan.module(torch.randn(4, 8)).sum().backward()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_warned_or_logged_in_forward_is_not_a_print(capsys: Any) -> None:
+    with pytest.warns(UserWarning, match="careful") as caught:
+        gcsolve.solve(_Prints(lambda y: warnings.warn("careful", stacklevel=1)), torch.randn(4, 8), budget=1.0)
+    assert all(str(w.message) == "careful" for w in caught)
+    gcsolve.solve(_Prints(lambda y: logging.getLogger("tests.said").error("said")), torch.randn(4, 8), budget=1.0)
+
+
+def test_other_threads_print_as_always(capsys: Any) -> None:
+    def elsewhere(y: torch.Tensor) -> None:
+        thread = threading.Thread(target=print, args=("from another thread",))
+        thread.start()
+        thread.join()
+
+    gcsolve.solve(_Prints(elsewhere), torch.randn(4, 8), budget=1.0)
+    assert "from another thread" in capsys.readouterr().out
