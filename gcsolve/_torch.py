@@ -37,6 +37,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "OpsSeen",
     "OutputType",
     "ShapeEnv",
     "TracingContext",
@@ -50,6 +51,7 @@ __all__ = [
     "disable_autocast",
     "global_module_hooks",
     "is_autocast_region",
+    "is_of_backward",
     "functorch_config",
     "no_modes",
     "profiler_running",
@@ -169,6 +171,25 @@ class Casts(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype:
             self.of[id(args[0])] += 1
         return func(*args, **kwargs)
+
+
+class OpsSeen(TorchDispatchMode):
+    """The ops that run while it is active, with the ids of their operands; not questions to a tensor (its device)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if func.namespace != "prim":
+            self.found.append((func, tuple(map(id, operands))))
+        return func(*args, **(kwargs or {}))
+
+
+def is_of_backward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph was traced in its backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def global_module_hooks() -> bool:

@@ -53,6 +53,7 @@ class Settings:
     cost: CostModel
     all_outputs: bool
     accumulate: bool = False
+    autocast_backward: bool = False
 
     @classmethod
     def checked(
@@ -66,6 +67,7 @@ class Settings:
         cost: Any,
         grad_outputs: str,
         accumulate: bool,
+        autocast_backward: bool = False,
     ) -> Settings:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
@@ -86,17 +88,17 @@ class Settings:
         if grad_outputs not in ("auto", "all"):
             raise ArgumentError(f'grad_outputs={grad_outputs!r} is not known; known: "auto", "all"')
         spec = get_device(_device_of(model) if device is None else device)
-        if not isinstance(accumulate, bool):
-            raise ArgumentError(f"accumulate={accumulate!r} is neither True nor False")
-        return cls(
-            loss, named_optimizer(optimizer), scope, spec, get_cost(cost, spec), grad_outputs == "all", accumulate
-        )
+        for name, flag in (("accumulate", accumulate), ("autocast_backward", autocast_backward)):
+            if not isinstance(flag, bool):
+                raise ArgumentError(f"{name}={flag!r} is neither True nor False")
+        model_cost, state = get_cost(cost, spec), named_optimizer(optimizer)
+        return cls(loss, state, scope, spec, model_cost, grad_outputs == "all", accumulate, autocast_backward)
 
     def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """The step of that call, with the device's kernels."""
         tensors, _ = flatten((args, kwargs), "example_input")
         kernels = target_kernels(self.device, (*model.parameters(), *model.buffers(), *tensors))
-        return trace(model, args, kwargs, self.loss, self.all_outputs, kernels)
+        return trace(model, args, kwargs, self.loss, self.all_outputs, kernels, self.autocast_backward)
 
     def default_budget_bytes(self, model: nn.Module) -> int:
         """The device's memory less its reserve: what is free and what the model has already, where the device is here.
@@ -198,6 +200,7 @@ def solve(
     gap: float = 0.005,
     grad_outputs: str = "auto",
     accumulate: bool = False,
+    autocast_backward: bool = False,
     progress: bool | None = None,
 ) -> Plan:
     """Plan one training step of `model` inside a memory budget at the least recomputation.
@@ -223,6 +226,8 @@ def solve(
         grad_outputs: "auto": when the model returns a scalar loss, only scalars are expected to receive gradients;
             "all": every differentiable output is.
         accumulate: gradients of earlier steps are there when the step begins (no `zero_grad` before it), and count.
+        autocast_backward: backward will be called inside the autocast block that is around the call, where eager casts
+            within some backward formulas too; else it is called outside, as torch advises.
         progress: show what is being done; default: only when standard error is a terminal.
 
     Returns:
@@ -255,6 +260,7 @@ def solve(
         cost=cost,
         grad_outputs=grad_outputs,
         accumulate=accumulate,
+        autocast_backward=autocast_backward,
     )
     made = TracedCall.of(model, args, kwargs, settings, progress)
     session = Session(model, args, kwargs, settings, made)
@@ -379,6 +385,7 @@ def minimum_budget(
     time_limit_s: float = 60.0,
     grad_outputs: str = "auto",
     accumulate: bool = False,
+    autocast_backward: bool = False,
 ) -> MinimumBudget:
     """How low a budget `solve` can meet (`any_bytes`), how low one rerun a value goes (`bytes`), and the op that sets that.
 
@@ -395,6 +402,7 @@ def minimum_budget(
         cost=cost,
         grad_outputs=grad_outputs,
         accumulate=accumulate,
+        autocast_backward=autocast_backward,
     )
     return Session(model, args, kwargs, settings, TracedCall.of(model, args, kwargs, settings)).minimum(time_limit_s)
 

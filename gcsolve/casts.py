@@ -1,12 +1,16 @@
-"""Autocast casts a weight once, however many ops of the region use it, and its gradients are summed in the lower precision.
+"""Where autocast acts otherwise in eager than in a trace.
 
-A trace casts it anew for every op, and would sum in the weight's own precision. So, in the exported graph, a weight that
-autocast would cast more than once is cast by an op of its own, which all those ops read.
+It casts a weight once, however many ops of the region use it, and its gradients are summed in the lower precision. A trace
+casts it anew for every op, and would sum in the weight's own precision. So, in the exported graph, a weight that autocast
+would cast more than once is cast by an op of its own, which all those ops read.
+
+And it acts within backward formulas when backward is called under it, which a plan has to know beforehand.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gcsolve._torch import Casts, is_autocast_region, no_modes
+from gcsolve._torch import Casts, FakeTensor, OpsSeen, is_autocast_region, is_of_backward, no_modes, pytree
 
 
 def share_casts(module: fx.GraphModule) -> None:
@@ -89,3 +93,23 @@ def _casts(user: fx.Node, read: Iterable[fx.Node], kind: str, dtype: torch.dtype
         with refused, no_modes(), torch.no_grad(), mode, seen, autocast:
             user.target(*args, **kwargs)  # type: ignore[operator]
     return {node: under.of[id(t)] for node, t in fakes.items() if under.of[id(t)] > anyway.of[id(t)]}
+
+
+def first_cast_in_backward(graph: fx.Graph, regions: Iterable[tuple[str, torch.dtype]]) -> fx.Node | None:
+    """The first backward op of a joint graph that would not run as it is under such autocast; None: all would."""
+    return next((node for node in graph.nodes if is_of_backward(node) and _is_cast(node, regions)), None)
+
+
+def _is_cast(node: fx.Node, regions: Iterable[tuple[str, torch.dtype]]) -> bool:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if node.op != "call_function" or not operands or not isinstance(operands[0], FakeTensor):
+        return False
+    with contextlib.ExitStack() as stack:
+        seen = OpsSeen()
+        for entered in (no_modes(), torch.no_grad(), operands[0].fake_mode, seen):
+            stack.enter_context(entered)
+        for kind, dtype in regions:
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+        node.target(*args, **kwargs)  # type: ignore[operator]
+    return seen.found != [(node.target, tuple(map(id, operands)))] and node.target is not operator.getitem

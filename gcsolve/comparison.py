@@ -191,6 +191,7 @@ def compare(
     gap: float = 0.005,
     grad_outputs: str = "auto",
     accumulate: bool = False,
+    autocast_backward: bool = False,
     progress: bool | None = None,
 ) -> Comparison:
     """Plan `model` by each solver at each budget, tracing once, and put the answers side by side.
@@ -229,7 +230,7 @@ def compare(
     traced = solve(
         model, example_input, budget=1.0, solver="store_all", loss=loss, optimizer=optimizer, scope=scope, cost=cost,
         device=device, time_limit_s=time_limit_s, gap=gap, grad_outputs=grad_outputs, accumulate=accumulate,
-        progress=progress,
+        autocast_backward=autocast_backward, progress=progress,
     )  # fmt: skip
     session: Session = traced.session
     if measure:

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from gcsolve._torch import storage_key
+from gcsolve.attributes import attributes_of
 from gcsolve.cost.base import CostModel, OpInfo
 from gcsolve.cost.devices import DeviceSpec
 from gcsolve.cost.flops import op_info
@@ -22,7 +23,6 @@ from gcsolve.optimizer import OptimizerMemory, optimizer_memory
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.trace import Trace
-from gcsolve.watch import attributes_of
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _refuse_other_arguments(factory: Callable[..., Any], call: str, keywords: Ma
 
 
 def _raised(error: Exception) -> str:
-    from gcsolve.trace import user_line
+    from gcsolve.source import user_line
 
     line = user_line(error)
     return f"raised {type(error).__name__}{f' at {line}' if line else ''}: {error}"

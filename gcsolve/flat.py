@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 from gcsolve._torch import as_in_eager, weights_cast
+from gcsolve.attributes import Attributes, Setting, Written, attributes_of, set_attribute
 from gcsolve.errors import ArgumentError
 from gcsolve.functions import ByHand
 from gcsolve.kernels import TargetKernels
 from gcsolve.known import KnownValues
+from gcsolve.randomness import seeding_refused
+from gcsolve.rehearsal import Rehearsed, inference_as_no_grad, unchecked_distributions
+from gcsolve.source import code_name
 from gcsolve.structure import (
     Container,
     Flattening,
@@ -25,17 +29,6 @@ from gcsolve.structure import (
     static_key,
     unflatten,
     with_own_statics,
-)
-from gcsolve.watch import (
-    Attributes,
-    Rehearsed,
-    Setting,
-    Written,
-    attributes_of,
-    inference_as_no_grad,
-    seeding_refused,
-    set_attribute,
-    unchecked_distributions,
 )
 
 
@@ -67,10 +60,11 @@ class Seen:
 
 class Last:
     """What the last run showed, and the calls that the next must make (None: any). An object of its own, since export undoes
-    changes to a module's containers."""
+    changes to a module's containers. `in_loss`: the loss is running."""
 
     seen: Seen | None = None
     expected: list[Any] | None = None
+    in_loss = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class Call:
     """What is traced: the call's structure, the loss, and which flat inputs are attributes (by name), after the arguments'.
 
     `sources`: what stands for the call's random generators. `kernels`: those of another device, to trace for.
-    `casts_once`: as `torch.is_autocast_cache_enabled()` around the call. `line`: the user's line that is running.
+    `casts_once`: as `torch.is_autocast_cache_enabled()` around the call.
     """
 
     template: Template
@@ -88,7 +82,6 @@ class Call:
     all_outputs: bool
     kernels: TargetKernels | None
     casts_once: bool
-    line: Callable[[], str]
 
 
 class Flat(nn.Module):
@@ -113,17 +106,19 @@ class Flat(nn.Module):
             stack.enter_context(as_in_eager())
             stack.enter_context(weights_cast(once=call.casts_once))
             stack.enter_context(unchecked_distributions())
-            stack.enter_context(seeding_refused(call.line))
+            stack.enter_context(seeding_refused())
             stack.enter_context(inference_as_no_grad())
             stack.enter_context(KnownValues())
             stack.enter_context(ByHand())
             if call.kernels is not None:
                 stack.enter_context(call.kernels)
-            rehearsed = stack.enter_context(Rehearsed(self.last.expected, call.line, self.model))
+            rehearsed = stack.enter_context(Rehearsed(self.last.expected, self.model))
             args, kwargs = arguments
             result = self.model.forward(*args, **kwargs)
             if call.loss is not None:
-                result = _scalar(call.loss(result))
+                self.last.in_loss = True
+                result = _loss(call.loss, result)
+                self.last.in_loss = False
         written = attributes.written()
         for name, value in replaced.items():
             set_attribute(self.model, name, value)
@@ -160,10 +155,20 @@ class Flat(nn.Module):
         return tuple(t.detach() if d and not k else t for t, d, k in zip(outputs, differentiable, takes, strict=True))
 
 
-def _scalar(value: Any) -> torch.Tensor:
+def _loss(loss: Callable[[Any], Any], output: Any) -> torch.Tensor:
+    """The loss of the model's output, which it must depend on."""
+    value = loss(output)
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ArgumentError(f"loss must return a scalar tensor; it returned {shape}")
+        made = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ArgumentError(
+            f"loss must return a scalar tensor; {code_name(loss)} returned {made}. Reduce it (mean, sum), and leave item() for "
+            "afterwards"
+        )
+    if not value.requires_grad and any(t.requires_grad for t in flatten(output, "output")[0]):
+        raise ArgumentError(
+            f"loss must return a tensor that backward can start from; what {code_name(loss)} returned needs no gradient, "
+            "though the model's output does (detach, no_grad, argmax, or it does not depend on that output)"
+        )
     return value
 
 

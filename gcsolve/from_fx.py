@@ -21,7 +21,8 @@ from gcsolve._torch import storage_key
 from gcsolve.errors import TraceError
 from gcsolve.graph import Graph, Node, Value
 from gcsolve.joint import Joint
-from gcsolve.trace import PREFIX, Trace, is_user_file, shown_path
+from gcsolve.source import is_user_file, shown_path
+from gcsolve.trace import PREFIX, Trace
 
 _DROPPED = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default"}
 

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gcsolve._torch import pytree, storage_key
 from gcsolve.errors import TraceError
+from gcsolve.source import running_line
 
 _TENSOR = object()  # the place of a tensor among other leaves
 
@@ -140,7 +141,7 @@ class ByHand(TorchFunctionMode):
     """While active, hooks on tensors are refused, and `.data` is read as a detached tensor, which nobody may change.
 
     Raises:
-        TraceError: naming what is done; it is raised at the user's line.
+        TraceError: naming what is done, and the user's line.
     """
 
     def __init__(self) -> None:
@@ -156,13 +157,13 @@ class ByHand(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func == _set_data or (writes_in_place(name) and self._is_data(args)):
             raise TraceError(
-                "forward changes a tensor through .data, behind autograd's back, which a traced step cannot repeat; change it "
-                "under torch.no_grad(), or work on a clone"
+                f"forward changes a tensor through .data at {running_line()}, behind autograd's back, which a traced step "
+                "cannot repeat; change it under torch.no_grad(), or work on a clone"
             )
         if name in _HOOKS:
             raise TraceError(
-                f"forward calls {name} on a tensor; the hook would be lost when the step is traced. Do what it does in the "
-                "backward of a torch.autograd.Function, or set it on a parameter outside forward"
+                f"forward calls {name} on a tensor at {running_line()}; the hook would be lost when the step is traced. Do "
+                "what it does in the backward of a torch.autograd.Function, or set it on a parameter outside forward"
             )
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and self._is_data(args) and storage_key(result) == storage_key(args[0]):

@@ -29,11 +29,12 @@ from gcsolve._torch import (
     functorch_config,
     tracing,
 )
+from gcsolve.attributes import held_tensors
 from gcsolve.casts import share_casts
 from gcsolve.errors import TraceError
 from gcsolve.functions import KeptFunctions
+from gcsolve.randomness import StandIns
 from gcsolve.recurrent import RECURRENT
-from gcsolve.watch import StandIns, held_tensors
 
 
 def fake_tensor(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
@@ -150,11 +151,12 @@ def capture_joint(
     *,
     exported: bool,
     on_cpu: bool,
+    autocast_backward: bool,
 ) -> Joint:
     """Trace forward and backward of `module(*args)` together, without running it. All tensors are fake.
 
     Autocast, when active around the call, is active in forward, so its casts are ops of the graph; backward is traced
-    without it, as torch advises to call it (outside the block).
+    without it, as torch advises to call it (outside the block), unless `autocast_backward`.
 
     Args:
         stand_ins: the generators that the model may draw from.
@@ -168,7 +170,8 @@ def capture_joint(
     """
     with contextlib.ExitStack() as around:
         around.enter_context(tracing(TracingContext(mode)))
-        around.enter_context(functorch_config.patch(functionalize_rng_ops=False, backward_pass_autocast="off"))
+        backward = "same_as_forward" if autocast_backward else "off"
+        around.enter_context(functorch_config.patch(functionalize_rng_ops=False, backward_pass_autocast=backward))
         around.enter_context(as_eager_kernels(RECURRENT if on_cpu else None))
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing

@@ -16,12 +16,12 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from gcsolve._torch import global_module_hooks, transform
+from gcsolve.attributes import OWN_STATE, Setting, attributes_of, identity, set_attribute, token
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.runtime import Step
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
 from gcsolve.trace import PREFIX, Trace
-from gcsolve.watch import OWN_STATE, Setting, attributes_of, identity, set_attribute, token
 
 Planner = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Step]
 

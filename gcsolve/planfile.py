@@ -138,6 +138,7 @@ SCHEMA: dict[str, Any] = {
         "cost": str,
         "all_outputs": bool,
         "accumulate": bool,
+        "autocast_backward": bool,
         "solver": str,
         "time_limit_s": _number,
         "gap": _number,

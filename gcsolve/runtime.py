@@ -8,14 +8,18 @@ outputs that alias inputs handed out as such, and a clear refusal of what was no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from gcsolve._torch import below_autograd, disable_autocast
+from gcsolve.casts import first_cast_in_backward
+from gcsolve.context import Context
 from gcsolve.emit import Emitted
 from gcsolve.errors import CallError
+from gcsolve.from_fx import source_line
 from gcsolve.trace import Trace
 
 
@@ -26,6 +30,9 @@ class Step:
     trace: Trace
     emitted: Emitted
     tangent_likes: tuple[torch.Tensor, ...]
+    backward_under: dict[Any, fx.Node | None] = field(
+        default_factory=dict, compare=False
+    )  # autocast -> op that it casts
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Flat outputs of the model for the tensors of `Joint.inputs`, differentiable like the untouched model's."""
@@ -43,6 +50,33 @@ class Step:
                 value = returned[plan.base].as_strided(value.shape, value.stride(), value.storage_offset())
             outputs.append(value.detach() if value.requires_grad and not differentiable else value)
         return self._guard_unplanned(outputs)
+
+    def refuse_other_autocast(self, kinds: set[str]) -> None:
+        """A backward under another autocast than planned for, on those kinds of devices, where that makes a difference.
+
+        Raises:
+            CallError: it does, and how to plan for it.
+        """
+        now, planned = (
+            tuple(region for region in context.regions if region[0] in kinds)
+            for context in (Context.here(), self.trace.backward_context)
+        )
+        if now == planned:
+            return
+        if planned:
+            raise CallError(
+                "this backward is called outside the autocast block, and the plan is for a backward inside it "
+                "(autocast_backward=True), where eager casts otherwise. Call it inside, or plan without autocast_backward"
+            )
+        if now not in self.backward_under:
+            self.backward_under[now] = first_cast_in_backward(self.trace.joint.graph_module.graph, now)
+        node = self.backward_under[now]
+        if node is not None:
+            raise CallError(
+                f"this backward is called inside an autocast block, where eager casts within backward formulas too "
+                f"({node.target}{_at(node)}), and the plan is for a backward outside it. Call it outside, as torch advises, "
+                "or plan with gcsolve.solve(..., autocast_backward=True)"
+            )
 
     def _guard_unplanned(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs planned without a gradient refuse one instead of silently dropping it."""
@@ -104,6 +138,7 @@ class _Function(torch.autograd.Function):
             )
         step: Step = ctx.step
         joint = step.trace.joint
+        step.refuse_other_autocast({g.device.type for g in gradients if g is not None})
         boxed: list[Any] = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         for position, like in zip(joint.tangents, step.tangent_likes, strict=True):
@@ -113,6 +148,11 @@ class _Function(torch.autograd.Function):
             made = step.emitted.backward.forward(boxed)
         by_input = dict(zip((at for _, at in joint.gradients), made, strict=True))
         return (None, *(by_input[at] for at in sorted(by_input)))
+
+
+def _at(node: fx.Node) -> str:
+    line = source_line(node)
+    return f" of {line}" if line else ""
 
 
 def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

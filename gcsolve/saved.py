@@ -71,6 +71,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
             "cost": settings.cost.name,
             "all_outputs": settings.all_outputs,
             "accumulate": settings.accumulate,
+            "autocast_backward": settings.autocast_backward,
             "solver": solver if isinstance(solver, str) else solver.name,
             "time_limit_s": plan.asked.time_limit_s,
             "gap": plan.asked.gap,
@@ -342,6 +343,7 @@ def _settings(
         return Settings.checked(
             model, loss=loss, optimizer=optimizer, scope=saved["scope"], device=saved["device"], cost=found,
             grad_outputs="all" if saved["all_outputs"] else "auto", accumulate=saved["accumulate"],
+            autocast_backward=saved["autocast_backward"],
         )  # fmt: skip
     except ArgumentError as error:
         if "cost=" not in str(error):

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch import fx, nn
 
 from gcsolve import batchnorm
 from gcsolve._torch import global_module_hooks
+from gcsolve.attributes import Setting, attributes_of, changed_attribute, plain_attribute, set_attribute
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.fakes import TrueFakes, forget_fakes
@@ -29,16 +27,10 @@ from gcsolve.functions import KeptFunctions
 from gcsolve.heard import heard
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
 from gcsolve.kernels import TargetKernels
-from gcsolve.structure import Template, flatten, leaf_paths, sources_of, unflatten
-from gcsolve.watch import (
-    HostRandomnessRefused,
-    Setting,
-    StandIns,
-    attributes_of,
-    changed_attribute,
-    plain_attribute,
-    set_attribute,
-)
+from gcsolve.randomness import StandIns, draws_on_the_host, draws_refused, host_states, set_host_states
+from gcsolve.source import code_name, is_user_file, shown_path
+from gcsolve.structure import Static, Template, flatten, leaf_paths, sources_of, unflatten
+from gcsolve.wording import call_text, subject_text, worded
 
 PREFIX = "model."  # of every parameter and buffer name in the joint graph: the model is a child of `_Flat`
 
@@ -52,7 +44,7 @@ class Trace:
     `filled`: (name, what is there) of those that hold no tensor yet. `settings`: plain attributes that the first call
     sets. `takes_gradient[k]`: the plan expects a gradient for flat output k; `differentiable[k]`: the untouched model would
     accept one. `output_paths[k]` names it.
-    `context`: autocast and default dtype around the call.
+    `context`: autocast and default dtype around the call; `backward_context`: around its backward.
     `target`: the kind of device ("cuda") whose kernels were traced in place of the CPU's, "" when none were;
     `target_only`: those ops that the CPU cannot run.
     """
@@ -68,6 +60,7 @@ class Trace:
     output_paths: tuple[str, ...]
     input_paths: tuple[str, ...]
     context: Context
+    backward_context: Context
     target: str = ""
     target_only: tuple[str, ...] = ()
 
@@ -99,6 +92,7 @@ def trace(
     loss: Callable[[Any], Any] | None = None,
     all_outputs: bool = False,
     kernels: TargetKernels | None = None,
+    autocast_backward: bool = False,
 ) -> Trace:
     """Trace `model(*args, **kwargs)` (then `loss`) and its backward to one graph; nothing is run or allocated.
 
@@ -107,6 +101,7 @@ def trace(
         all_outputs: expect a gradient for every differentiable output. Default: when some of them are scalars (a loss
             among logits), for the scalars only.
         kernels: those of the device to trace for, when the model's tensors are not there.
+        autocast_backward: backward is called under the autocast that is around the call, not outside it.
 
     Raises:
         TraceError: the model branches on a tensor's value (names the user's line), draws from Python's or numpy's
@@ -121,8 +116,9 @@ def trace(
     if kernels is not None:
         _refuse_untraceable(model)
     _refuse_hooks(model)
-    with _TRACING, _uncollected():  # export and what it sets in torch are for one thread at a time
-        return _traced(model, args, kwargs, loss, all_outputs, kernels)
+    # Export and what it sets in torch are for one thread at a time; a step is one of training, wherever it is planned.
+    with _TRACING, _uncollected(), torch.inference_mode(False), torch.enable_grad():
+        return _traced(model, args, kwargs, loss, all_outputs, kernels, autocast_backward)
 
 
 _TRACING = threading.RLock()
@@ -147,6 +143,7 @@ def _traced(
     loss: Any,
     all_outputs: bool,
     kernels: TargetKernels | None,
+    autocast_backward: bool,
 ) -> Trace:
     tensors, template = flatten((args, kwargs), "example_input")
     context = Context.here()
@@ -170,14 +167,13 @@ def _traced(
         all_outputs,
         kernels,
         context.casts_once,
-        running_line,
     )
     real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *tensors))
     mode = TrueFakes(run=real, elsewhere=kernels is not None)
     copied = _copied(mode, model, stand_ins.of)
     cumulative = batchnorm.mark(copied)
     flat = Flat(copied, call)
-    with HostRandomnessRefused(), heard(is_user_file, shown_path) as prints:
+    with draws_refused(), heard(is_user_file, shown_path) as prints:
         try:
             settings, filled = _rehearse(flat, mode, flat_inputs)
             prints.hush()
@@ -185,21 +181,27 @@ def _traced(
             exported = not (flat.last.seen.uses_autograd or flat.last.seen.sets_default_dtype)
             flat.last.expected = flat.last.seen.calls if exported else None
             fakes = [fake_tensor(mode, t) for t in flat_inputs]
-            joint = capture_joint(flat, fakes, mode, stand_ins, exported=exported, on_cpu=kernels is None)
+            joint = capture_joint(
+                flat,
+                fakes,
+                mode,
+                stand_ins,
+                exported=exported,
+                on_cpu=kernels is None,
+                autocast_backward=autocast_backward,
+            )
         except GcsolveError:
             raise
         except Exception as error:
             value_line = flat.last.seen.value_line if flat.last.seen else ""
-            raise _worded(error, model, _call_text(model, tensors, template), value_line) from error
+            subject = subject_text(model, loss, in_loss=flat.last.in_loss)
+            raise worded(error, subject, call_text(model, tensors, template), value_line) from error
         finally:
             forget_fakes()
     seen = flat.last.seen
     _refuse_sparse(joint)
     if not any(seen.takes_gradient):
-        raise TraceError(
-            f"no output of {type(model).__name__} needs a gradient: every parameter and input has requires_grad=False, "
-            "or the output is detached; there is no backward to plan"
-        )
+        raise TraceError(_no_gradient(model, flat_inputs, seen.output))
     if seen.sets_default_dtype:
         _name_default_dtypes(joint)
     name_of = {at: name for name, at in attributes.items() if at >= len(tensors)}
@@ -228,8 +230,26 @@ def _traced(
         tuple(paths[k] for k in range(len(seen.takes_gradient))),
         tuple(names[k].removeprefix("example_input") for k in range(len(tensors))),
         context,
+        context if autocast_backward else context.outside_autocast(),
         kernels.device.kind if kernels else "",
         tuple(kernels.used) if kernels else (),
+    )
+
+
+def _no_gradient(model: nn.Module, inputs: list[torch.Tensor], output: Template) -> str:
+    """Why there is no backward to plan, and what to change."""
+    kind = type(model).__name__
+    if not leaf_paths(output):
+        made = f" but {output.value!r}" if isinstance(output, Static) else ""
+        return f"{kind} returns no tensor{made}: there is no backward to plan. Let forward return what the loss is taken of"
+    if not any(t.requires_grad for t in (*model.parameters(), *inputs)):
+        return (
+            f"no output of {kind} needs a gradient: every parameter and input has requires_grad=False; there is no backward to "
+            "plan. Call requires_grad_() on what is trained"
+        )
+    return (
+        f"no output of {kind} needs a gradient, though parameters or inputs do: forward detaches it, computes it under "
+        "torch.no_grad(), or returns whole numbers; there is no backward to plan"
     )
 
 
@@ -294,16 +314,47 @@ def _rehearse(
 
 def _run_on_fakes(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[Seen, dict[str, torch.Tensor]]:
     """What forward does, and what it leaves in attributes by name."""
+    before = host_states()
+    outputs = _run(flat, mode, tensors)
+    seen = flat.last.seen
+    assert seen is not None
+    if host_states() != before:
+        _refuse_draws(flat, mode, tensors, before)
+        flat.last.seen = seen
+    return seen, unflatten(seen.effects, outputs)[0] if seen.stored else {}
+
+
+def _run(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(HostRandomnessRefused())
         stack.enter_context(mode)
         stack.enter_context(mode.dtypes_checked())
         stack.enter_context(stack.enter_context(KeptFunctions()).recording())
         outputs = flat(*(fake_tensor(mode, t) for t in tensors))
     forget_fakes()
-    seen = flat.last.seen
-    assert seen is not None
-    return seen, unflatten(seen.effects, outputs)[0] if seen.stored else {}
+    return outputs
+
+
+def _refuse_draws(flat: Flat, mode: Any, tensors: list[torch.Tensor], before: dict[str, Any]) -> None:
+    """A global generator of Python's or numpy's was drawn from while forward ran. By forward, when that is seen, or when it
+    happens in every run; else by another thread, which is nothing to us.
+
+    Raises:
+        TraceError: by forward; the generators are put back.
+    """
+    moved, last = set(before), before
+    try:
+        for _ in range(3):
+            now = host_states()
+            moved &= {name for name in now if now[name] != last[name]}
+            if not moved:
+                return
+            last = host_states()
+            with draws_refused(everywhere=True):
+                _run(flat, mode, tensors)
+        raise draws_on_the_host(sorted(moved))
+    except TraceError:
+        set_host_states(before)
+        raise
 
 
 def _position(tensors: list[torch.Tensor], wanted: torch.Tensor) -> int:
@@ -337,7 +388,7 @@ def _refuse_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for kind, hook in () if module is model else _hooks_of(module):
             raise TraceError(
-                f"submodule {name} ({type(module).__name__}) has the {kind} {_code_name(hook)}, which a planned step would not "
+                f"submodule {name} ({type(module).__name__}) has the {kind} {code_name(hook)}, which a planned step would not "
                 "call. Remove it, put it on the model itself or on a parameter, make what it computes part of forward, or "
                 "plan the submodules beside it: model.part = gcsolve.solve(model.part, ...).module"
             )
@@ -357,14 +408,6 @@ def _hooks_of(module: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _code_name(code: Any) -> str:
-    """Name of a function, and where the user wrote it."""
-    made = getattr(code, "__func__", getattr(code, "func", code))
-    name = getattr(made, "__qualname__", type(made).__name__)
-    where = getattr(made, "__code__", None)
-    return f"{name} ({shown_path(where.co_filename)}:{where.co_firstlineno})" if where else name
-
-
 def _copied(mode: Any, model: nn.Module, generators: dict[int, torch.Generator]) -> nn.Module:
     try:
         return fake_module(mode, model, generators)
@@ -373,108 +416,3 @@ def _copied(mode: Any, model: nn.Module, generators: dict[int, torch.Generator])
             f"{type(model).__name__} could not be copied for tracing ({type(error).__name__}: {error}); an attribute that "
             "copy.deepcopy cannot copy is the usual reason"
         ) from error
-
-
-def user_line(error: BaseException) -> str:
-    """ "file:line" of the deepest frame that belongs neither to torch nor to gcsolve nor to the standard library."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        for frame in reversed(traceback.extract_tb(current.__traceback__)):
-            if is_user_file(frame.filename):
-                return f"{shown_path(frame.filename)}:{frame.lineno}"
-        current = current.__cause__ or current.__context__
-    return ""
-
-
-def running_line() -> str:
-    """ "file:line" of the user's innermost line that is running now."""
-    for frame in reversed(traceback.extract_stack()):
-        if is_user_file(frame.filename):
-            return f"{shown_path(frame.filename)}:{frame.lineno}"
-    return ""
-
-
-_TORCH = str(Path(str(torch.__file__)).parent)
-_OWN = str(Path(__file__).parent)
-_STDLIB = str(Path(str(random.__file__)).parent)
-
-
-def shown_path(filename: str) -> str:
-    """A source file as people know it: below site-packages, below the working directory, or in full."""
-    _, found, installed = filename.rpartition("site-packages/")
-    if found:
-        return installed
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
-
-
-def is_user_file(filename: str) -> bool:
-    """Whether a source line there is the user's (or a model zoo's), not torch's, gcsolve's or Python's."""
-    if filename.startswith((_TORCH, _OWN, "<")):
-        return False
-    return not filename.startswith(_STDLIB) or "site-packages" in filename
-
-
-def _call_text(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> str:
-    """The call as the user would write it, shapes for tensors: MLP(float32[8, 32], flip=True)."""
-    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
-    args, kwargs = unflatten(template, [_Shown(text) for text in shown])
-    parts = [*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())]
-    return f"{type(model).__name__}({', '.join(parts)})"
-
-
-class _Shown(str):
-    """Text that prints without quotes."""
-
-    __repr__ = str.__str__
-
-
-# What models use that is not traced: (what the error then holds, name, what to do).
-_CANNOT = (
-    (
-        "TorchScript interpreter",
-        "TorchScript",
-        "Call the Python function itself (PYTORCH_JIT=0 switches scripting off)",
-    ),
-    ("dynamo-optimized", "a function or module compiled with torch.compile", "Use it uncompiled"),
-    ("Dynamo", "torch.cond, or a function compiled with torch.compile", "Use torch.where, or the function uncompiled"),
-    ("SyntaxError", "Tensor.random_ with bounds", "Use torch.randint"),
-    ("being vmapped", "torch.vmap", "Write it with batched ops"),
-)
-
-
-def _worded(error: Exception, model: nn.Module, call: str, value_line: str) -> TraceError:
-    line = user_line(error)
-    at = f" at {line}" if line else ""
-    name = type(error).__name__
-    if "entirely functional graph" in str(error):
-        return TraceError(
-            f"{type(model).__name__} changes a tensor in place that a planned step cannot follow: one in a list, a dict or a "
-            "global. Make it a buffer, an attribute of a module or an argument"
-        )
-    if "UnbackedSymbol" in name:
-        at = f" at {value_line}" if value_line else at
-        return TraceError(
-            f"{type(model).__name__} makes a number or a shape of a tensor's values (item, tolist, nonzero, a boolean mask as "
-            f"index){at}: another step would need another plan. Keep it a tensor (x * s instead of x * s.item(), torch.where "
-            "instead of a mask), or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
-        )
-    if "DataDependent" in name or "data-dependent" in str(error):
-        return TraceError(
-            f"{type(model).__name__} branches on a tensor's value{at}: the two ways would need two plans. Replace the branch "
-            "by torch.where, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
-        )
-    for found, what, text in _CANNOT:
-        if found in str(error) or found in name:
-            return TraceError(
-                f"{type(model).__name__} uses {what}{at}, which is not traced. {text}, or plan the submodules around it: "
-                "model.part = gcsolve.solve(model.part, ...).module"
-            )
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return TraceError(
-        f"{name}: {first} (in {call}{at}, while it was traced). Check the example input and the loss: does the same call "
-        "work on the model itself, and the loss on its output alone? If so, plan a part of it instead: "
-        "model.part = gcsolve.solve(model.part, ...).module"
-    )

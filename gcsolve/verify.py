@@ -121,7 +121,7 @@ class _Runner:
     def forward_backward(self) -> None:
         """Gradients of the outputs that the plan takes gradients for (ones), outputs held as a caller would.
 
-        Forward under the autocast and default dtype that were planned, backward outside that autocast.
+        Forward under the autocast and default dtype that were planned, backward where it was planned to be called.
         """
         with self.plan.costed.trace.context.entered():
             result = self.model(*self.args, **self.kwargs)
@@ -129,7 +129,7 @@ class _Runner:
                 result = self.loss(result)
         outputs, _ = flatten(result, "output")
         graded = [o for o, takes in zip(outputs, self.plan.costed.trace.takes_gradient, strict=False) if takes]
-        with self.plan.costed.trace.context.outside_autocast().entered():
+        with self.plan.costed.trace.backward_context.entered():
             torch.autograd.backward(graded, [torch.ones_like(o) for o in graded])
         self.outputs, self.held = [o.detach() for o in graded], [o.detach() for o in outputs]
 

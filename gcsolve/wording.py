@@ -1,0 +1,94 @@
+"""What torch raises while a model is traced, in words that say what, where in the user's code, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gcsolve.errors import TraceError
+from gcsolve.source import code_name, user_line
+from gcsolve.structure import Template, unflatten
+
+LOSS = "the loss"
+
+
+def subject_text(model: nn.Module, loss: Any, *, in_loss: bool) -> str:
+    """What is running, as a user knows it."""
+    return f"{LOSS} {code_name(loss)}" if in_loss else type(model).__name__
+
+
+def call_text(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> str:
+    """The call as the user would write it, shapes for tensors: MLP(float32[8, 32], flip=True)."""
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+    args, kwargs = unflatten(template, [_Shown(text) for text in shown])
+    parts = [*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())]
+    return f"{type(model).__name__}({', '.join(parts)})"
+
+
+class _Shown(str):
+    """Text that prints without quotes."""
+
+    __repr__ = str.__str__
+
+
+# What models use that is not traced: (what the error then holds, name, what to do).
+_CANNOT = (
+    (
+        "TorchScript interpreter",
+        "TorchScript",
+        "Call the Python function itself (PYTORCH_JIT=0 switches scripting off)",
+    ),
+    ("dynamo-optimized", "a function or module compiled with torch.compile", "Use it uncompiled"),
+    ("Dynamo", "torch.cond, or a function compiled with torch.compile", "Use torch.where, or the function uncompiled"),
+    ("SyntaxError", "Tensor.random_ with bounds", "Use torch.randint"),
+    ("being vmapped", "torch.vmap", "Write it with batched ops"),
+)
+
+
+def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceError:
+    """The error for the user.
+
+    Args:
+        subject: what was run: the model, or the loss.
+        call: how.
+        value_line: the user's line that first made a number or a shape of a tensor's values.
+    """
+    line = user_line(error)
+    at = f" at {line}" if line else ""
+    name = type(error).__name__
+    if "entirely functional graph" in str(error):
+        return TraceError(
+            f"{subject} changes a tensor in place that a planned step cannot follow: one in a list, a dict or a "
+            "global. Make it a buffer, an attribute of a module or an argument"
+        )
+    if "UnbackedSymbol" in name:
+        at = f" at {value_line}" if value_line else at
+        return TraceError(
+            f"{subject} makes a number or a shape of a tensor's values (item, tolist, nonzero, a boolean mask as "
+            f"index){at}: another step would need another plan. Keep it a tensor (x * s instead of x * s.item(), torch.where "
+            "instead of a mask), or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
+        )
+    if "DataDependent" in name or "data-dependent" in str(error):
+        return TraceError(
+            f"{subject} branches on a tensor's value{at}: the two ways would need two plans. Replace the branch "
+            "by torch.where, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
+        )
+    for found, what, text in _CANNOT:
+        if found in str(error) or found in name:
+            return TraceError(
+                f"{subject} uses {what}{at}, which is not traced. {text}, or plan the submodules around it: "
+                "model.part = gcsolve.solve(model.part, ...).module"
+            )
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".").replace("FakeTensor", "Tensor")
+    if subject.startswith(LOSS):
+        return TraceError(
+            f"{name}: {first} (in {subject}{at}, of the output of {call}). The loss is called with the model's whole output, "
+            "as loss(model(...)): does that work on the model itself? If it does, leave loss= out and take the loss of the "
+            "planned module's output"
+        )
+    return TraceError(
+        f"{name}: {first} (in {call}{at}, while it was traced). Check the example input: does the same call work on the model "
+        "itself? If so, plan a part of it instead: model.part = gcsolve.solve(model.part, ...).module"
+    )
