@@ -98,6 +98,13 @@ def test_a_cache_that_cannot_be_written_is_said(ran, own_cache):
         planned()
 
 
+def test_a_cache_whose_place_is_taken_leaves_nothing_behind(ran, own_cache):
+    OpCache.of(CPU).path.mkdir(parents=True)
+    with pytest.warns(UserWarning, match="ignored"), pytest.warns(UserWarning, match="could not be kept"):
+        planned()
+    assert [path.name for path in own_cache.iterdir()] == [OpCache.of(CPU).path.name]
+
+
 def test_the_file_is_the_devices_torchs_and_the_threads(monkeypatch):
     one = OpCache.of(CPU).path
     monkeypatch.setattr(torch, "__version__", "9.9")

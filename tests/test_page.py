@@ -103,6 +103,7 @@ def test_what_is_alive_at_the_peak_and_why_in_two_clicks(plan: gcsolve.Plan, tab
     rows.nth(first).click()
     text = tab.inner_text("tr.why")
     assert "Why: " in text
+    assert tab.evaluate("(t => t.scrollWidth <= t.parentElement.clientWidth)(document.querySelector('#alive'))")
     assert "Read at: " in text
 
 

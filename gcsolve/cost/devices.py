@@ -131,6 +131,12 @@ _NV = "NVIDIA"
 _HALVED = "half of the sparse rate"
 _SIXTY_FOURTH = "float64: 1/64 of float32"
 
+
+def _rate(cores: int, clock_ghz: float) -> str:
+    """Where the FLOP/s of a chip are from for which Apple tells none."""
+    return f"largest memory; rate: {cores} cores × 128 lanes × 2 × {clock_ghz} GHz, not Apple's figure"
+
+
 # name, memory GB, bandwidth GB/s, dense TFLOP/s in the order of _COLUMNS (tensor cores, accumulating in float32)
 _GPUS = (
     _gpu("rtx3090", 24, 936, (71, 71, 35.6, 35.6, 0.556, 0), f"{_NV} GA102 whitepaper ({_SIXTY_FOURTH})"),
@@ -175,13 +181,12 @@ _GPUS = (
             ("m1-ultra", 128, 800, 21, "M1 Ultra announcement; largest memory"),
             ("m2", 24, 100, 3.6, "M2 announcement; largest memory"),
             ("m2-ultra", 192, 800, 27.2, "M2 Ultra announcement; largest memory"),
-            (
-                "m4-max",
-                128,
-                546,
-                16.2,
-                "M4 Max announcement; rate: 40 cores × 128 lanes × 2 × 1.58 GHz, not Apple's figure",
-            ),
+            ("m3", 24, 100, 3.58, f"M3 announcement and iMac specifications; {_rate(10, 1.398)}"),
+            ("m3-max", 128, 400, 14.3, f"M3 Max announcement and MacBook Pro specifications; {_rate(40, 1.398)}"),
+            ("m3-ultra", 512, 819, 28.6, f"M3 Ultra announcement and Mac Studio specifications; {_rate(80, 1.398)}"),
+            ("m4", 32, 120, 3.76, f"M4 announcement; {_rate(10, 1.47)}"),
+            ("m4-pro", 64, 273, 8.08, f"M4 Pro announcement; {_rate(20, 1.578)}"),
+            ("m4-max", 128, 546, 16.2, f"M4 Max announcement; {_rate(40, 1.578)}"),
         )
     ),
 )

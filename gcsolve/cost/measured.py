@@ -54,7 +54,7 @@ MIN_SAMPLE_S = 3e-4  # short ops are run several times a sample
 MAX_OP_S = 1.5  # sampling of one op ends here, but not before three samples
 MAX_COPIES = 32  # sets of operands that take turns
 USUAL_CACHE_BYTES = 32 << 20  # where the system does not tell
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Measured:
         known = cache.load()
         for key, run in known.items():
             if run.workspace_bytes is not None:
-                remember(key, self.device, run.workspace_bytes, run.output_excess_bytes)
+                remember(key, self.device, run.workspace_bytes)
         todo = [key for key, n in distinct.items() if key not in known and may_run(n) and registered(n, "s") is None]
         fresh: dict[str, OpRun] = {}
         with bar(progress if todo else False, len(todo)) as begin:
@@ -128,7 +128,6 @@ class OpRun:
 
     seconds: float
     workspace_bytes: int | None
-    output_excess_bytes: int = 0
 
 
 def measure(node: fx.Node, device: DeviceSpec) -> OpRun | None:
@@ -143,7 +142,7 @@ def measure(node: fx.Node, device: DeviceSpec) -> OpRun | None:
     if seconds is None:
         return None
     space = workspace(node, device, measure=True)
-    return OpRun(seconds, space.size_bytes if space.measured else None, space.output_excess_bytes)
+    return OpRun(seconds, space.size_bytes if space.measured else None)
 
 
 def op_seconds(run: Callable[[], Any], device: DeviceSpec, warmup: int = 1) -> float:
@@ -257,9 +256,10 @@ class OpCache:
         )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".part", delete=False) as part:
-                part.write(text)
-            os.replace(part.name, self.path)
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as aside:
+                part = Path(aside) / self.path.name
+                part.write_text(text)
+                os.replace(part, self.path)
         except OSError as error:
             warnings.warn(f"measured ops could not be kept for the next time ({error})", stacklevel=2)
 
@@ -269,6 +269,6 @@ def _checked(run: dict[str, Any]) -> OpRun:
     space = made.workspace_bytes
     if not (isinstance(made.seconds, (int, float)) and math.isfinite(made.seconds) and made.seconds >= 0):
         raise ValueError(f"an op takes {made.seconds!r} s")
-    if not (space is None or (isinstance(space, int) and space >= 0)) or not isinstance(made.output_excess_bytes, int):
-        raise ValueError(f"an op's workspace is {space!r} bytes, {made.output_excess_bytes!r} in its outputs")
+    if not (space is None or (isinstance(space, int) and space >= 0)):
+        raise ValueError(f"an op's workspace is {space!r} bytes")
     return made

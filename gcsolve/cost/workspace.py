@@ -40,14 +40,10 @@ MAX_SECONDS = 2.0  # an op estimated slower than this is not run just for its wo
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """`size_bytes`: the op's peak above its inputs and (predicted) outputs. `measured`: run here, not estimated.
-
-    `output_excess_bytes`: what its real outputs hold beyond their predicted storages (0 for honest kernels).
-    """
+    """`size_bytes`: the op's peak above its inputs and (predicted) outputs. `measured`: run here, not estimated."""
 
     size_bytes: int
     measured: bool
-    output_excess_bytes: int = 0
 
 
 def workspace_bytes(node: fx.Node, device: DeviceSpec, *, measure: bool) -> int:
@@ -91,9 +87,9 @@ def _key(signature: str, device: DeviceSpec) -> tuple[str, int, str]:
     return device.kind, torch.get_num_threads(), signature
 
 
-def remember(signature: str, device: DeviceSpec, size_bytes: int, output_excess_bytes: int) -> None:
+def remember(signature: str, device: DeviceSpec, size_bytes: int) -> None:
     """Take a workspace that was measured here earlier (a cache on disk) as measured in this process."""
-    _measured.setdefault(_key(signature, device), Workspace(size_bytes, True, output_excess_bytes))
+    _measured.setdefault(_key(signature, device), Workspace(size_bytes, True))
 
 
 def _is_plain_matmul(node: fx.Node) -> bool:
@@ -120,15 +116,12 @@ def _is_blas_layout(t: torch.Tensor) -> bool:
 def _run(node: fx.Node, device: DeviceSpec) -> Workspace | None:
     """Run the op once on made-up tensors; None when it will not run on any of them."""
     expected = sum(fresh_output_bytes(node).values())
-    found = run_alone(node, device, (zeros, well_conditioned), lambda run: _peak_of(run, device))
-    if found is None:
-        return None
-    peak, end = found
-    return Workspace(max(0, peak - expected), True, end - expected)
+    peak = run_alone(node, device, (zeros, well_conditioned), lambda run: _peak_of(run, device))
+    return None if peak is None else Workspace(max(0, peak - expected), True)
 
 
-def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> tuple[int, int]:
-    """(peak, end) bytes above what lived before; the result is alive at the end."""
+def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> int:
+    """Bytes above what lived before, at the most."""
     if device.kind == "cuda":
         run()  # handles and plans that libraries keep are made now
         torch.cuda.synchronize()
@@ -136,16 +129,15 @@ def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> tuple[int, int]:
         before = torch.cuda.memory_allocated()
         result = run()
         torch.cuda.synchronize()
-        peak, end = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
         del result
-        return peak, end
+        return torch.cuda.max_memory_allocated() - before
     _torch.start_memory_profile()
     try:
         result = run()
     finally:
         events = _torch.stop_memory_profile()
     del result
-    return peak_of_events(events)
+    return peak_of_events(events)[0]
 
 
 # --- estimating ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _MARKS = "osD^vP<>pHdX"
 _SMALL = 8.5
+_PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # behind a text that stands on colours or lines
 
 
 def _pyplot() -> Any:
@@ -111,13 +112,13 @@ def memory(plan: Plan, ax: Any = None) -> Any:
         f"peak {size_text(peak.total_bytes)}: {_short(node.op or node.name)} {where}",
         xy=(at, high), xytext=(0.985 if right else 0.015, 0.955), textcoords="axes fraction",
         ha="right" if right else "left", va="top", fontsize=_SMALL,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9},
+        bbox=_PLAIN,
         arrowprops={"arrowstyle": "-|>", "color": BLACK, "linewidth": 0.9, "shrinkB": 1},
     )  # fmt: skip
     _time_axis(ax, plan, line, x)
     turn = x[line.backward] if line.backward < len(x) else x[-1]
     for text, side, gap in (("forward", "right", -0.6), ("backward", "left", 0.6)):
-        ax.text(turn + gap, 0.02, text, transform=ax.get_xaxis_transform(), ha=side, fontsize=_SMALL)
+        ax.text(turn + gap, 0.025, text, transform=ax.get_xaxis_transform(), ha=side, fontsize=_SMALL, bbox=_PLAIN)
     ax.set_ylabel(f"memory, {unit}", fontsize=9)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, fontsize=_SMALL, frameon=False)
     _title(
@@ -164,7 +165,11 @@ def schedule(plan: Plan, ax: Any = None) -> Any:
     ]
     ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=_SMALL, frameon=False)
     under = f"below {prefix.removesuffix('.')}, " if prefix else ""
-    _title(ax, f"{_model_name(plan)}: whose forward values are alive when", f"{under}each row to its own scale")
+    _title(
+        ax,
+        f"{_model_name(plan)}: whose forward values are alive when",
+        f"{under}each row to its own scale; at the line, backward begins",
+    )
     return ax
 
 

@@ -117,6 +117,7 @@ def _drawing(plan: Plan) -> str:
     parts.append(
         f'<line x1="0" x2="{_WIDTH}" y1="{level}" y2="{level}" stroke="#009E73" stroke-width="2" stroke-dasharray="8 4">'
         f"<title>budget {size_text(plan.budget_bytes)}</title></line>"
+        f'<text x="4" y="{level - 5}" font-size="11" fill="#00704f">{size_text(plan.budget_bytes)}</text>'
     )
     seen = [i for i, row in enumerate(zip(*(c for c in columns if c), strict=True)) if any(row)]
     keys = [(COLOURS[CATEGORIES[i]], CATEGORIES[i]) for i in seen] + [("#000", "store-all"), ("#009E73", "budget")]
