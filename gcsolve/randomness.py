@@ -31,17 +31,22 @@ _DRAWS = {
     if key not in ("getstate", "get_state", "get_bit_generator")
 }
 
+_held_up: list[threading.Event] = []  # the ends of blocks that other threads' draws wait for
+_PATIENCE_S = 5.0  # should forward itself wait for the thread that waits
+
 Place = tuple[Any, str, Any, str]  # module, name in it, function, the generator's name
 
 
-def draws_refused(*, everywhere: bool = False) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def draws_refused(*, alone: bool = False) -> Iterator[None]:
     """In this block, of this thread, a draw from Python's or numpy's global generator, or seeding it, is an error: it would
     be baked into the graph.
 
     Args:
-        everywhere: also by functions that modules have imported by their own names; looking for them takes a moment.
+        alone: also by functions that modules have imported by their own names (looking for them takes a moment), and
+            another thread's draws wait for the end of the block, so that what moves a generator meanwhile is this thread.
     """
-    modules = tuple(sys.modules.values()) if everywhere else tuple(module for _, module in _HOSTS)
+    modules = tuple(sys.modules.values()) if alone else tuple(module for _, module in _HOSTS)
     places = [
         (module, key, held, _DRAWS[id(held)][1])
         for module in modules
@@ -49,17 +54,29 @@ def draws_refused(*, everywhere: bool = False) -> contextlib.AbstractContextMana
         for key, held in list(vars(module).items())
         if id(held) in _DRAWS
     ]
-    here = threading.get_ident()
+    here, over = threading.get_ident(), threading.Event()
+    if alone:
+        _held_up.append(over)
 
     def refusing(original: Callable[..., Any], name: str, generator: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != here or sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            if threading.get_ident() != here:
+                for block in tuple(_held_up):
+                    block.wait(_PATIENCE_S)
+                return original(*args, **kwargs)
+            if sys._getframe(1).f_code.co_filename.startswith(_TORCH):
                 return original(*args, **kwargs)
             raise draws_on_the_host([generator], f" ({name}) at {running_line()}")
 
         return refuse
 
-    return _replaced(places, refusing)
+    try:
+        with _replaced(places, refusing):
+            yield
+    finally:
+        over.set()
+        if alone:
+            _held_up.remove(over)
 
 
 def draws_on_the_host(generators: Iterable[str], at: str = "") -> TraceError:
@@ -75,9 +92,12 @@ def host_states() -> dict[str, Any]:
     return {"random": random.getstate(), "numpy.random": (state[0], state[1].tolist(), *state[2:])}
 
 
+_SETTERS = {"random": random.setstate, "numpy.random": numpy.random.set_state}  # themselves, whatever refuses now
+
+
 def set_host_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["random"])
-    numpy.random.set_state(states["numpy.random"])
+    for name, state in states.items():
+        _SETTERS[name](state)
 
 
 @contextlib.contextmanager

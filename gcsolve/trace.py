@@ -335,22 +335,22 @@ def _run(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tens
 
 
 def _refuse_draws(flat: Flat, mode: Any, tensors: list[torch.Tensor], before: dict[str, Any]) -> None:
-    """A global generator of Python's or numpy's was drawn from while forward ran. By forward, when that is seen, or when it
-    happens in every run; else by another thread, which is nothing to us.
+    """A global generator of Python's or numpy's was drawn from while forward ran. By forward, when that is seen, or happens
+    in every run with other threads waiting; else by another thread, which is nothing to us.
 
     Raises:
         TraceError: by forward; the generators are put back.
     """
-    moved, last = set(before), before
+    moved = set(before)
     try:
         for _ in range(3):
-            now = host_states()
-            moved &= {name for name in now if now[name] != last[name]}
+            with draws_refused(alone=True):
+                held = host_states()
+                _run(flat, mode, tensors)
+                now = host_states()
+            moved &= {name for name in now if now[name] != held[name]}
             if not moved:
                 return
-            last = host_states()
-            with draws_refused(everywhere=True):
-                _run(flat, mode, tensors)
         raise draws_on_the_host(sorted(moved))
     except TraceError:
         set_host_states(before)

@@ -10,11 +10,13 @@ import inspect
 import random
 import warnings
 from collections.abc import Callable
+from random import uniform
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from numpy.random import normal
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -182,6 +184,9 @@ def _forks(m: Any, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(m.a(x), 0.5)
 
 
+_BOUND = [numpy.random.rand]
+
+
 class _Elsewhere:
     """State that a trace cannot see."""
 
@@ -199,8 +204,21 @@ def _counts(m: Any, x: torch.Tensor) -> torch.Tensor:
 _MODULE = nn.Linear(8, 8)  # of nobody
 
 HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
-    "numpy": (lambda m, x: m.a(x) * numpy.random.rand(), r"draws from numpy\.random"),
-    "python": (lambda m, x: m.a(x) * random.random(), r"draws from random"),
+    "numpy": (
+        lambda m, x: m.a(x) * numpy.random.rand(),
+        r"draws from numpy\.random \(rand\) at .*test_exact_effects\.py",
+    ),
+    "python": (
+        lambda m, x: m.a(x) * random.randint(1, 3),
+        r"draws from random \(randint\) at .*test_exact_effects\.py",
+    ),
+    "numpy by name": (
+        lambda m, x: m.a(x) * normal(),
+        r"draws from numpy\.random \(normal\) at .*test_exact_effects\.py",
+    ),
+    "python by name": (lambda m, x: m.a(x) * uniform(0, 1), r"draws from random \(uniform\) at .*test_exact_effects"),
+    "bound elsewhere": (lambda m, x: m.a(x) * _BOUND[0](), r"draws from numpy\.random \(layer drop"),
+    "seeding numpy": (lambda m, x: m.a(x) * (numpy.random.seed(0) or 1), r"draws from numpy\.random \(seed\) at"),
     "numpy generator": (lambda m, x: m.a(x) * float(_Elsewhere.numpy.random()), r"run twice .*test_exact_effects\.py"),
     "python generator": (lambda m, x: m.a(x) * _Elsewhere.python.random(), r"run twice .*test_exact_effects\.py"),
     "array": (lambda m, x: m.a(x) * torch.from_numpy(_Elsewhere.numpy.random(8)).float(), r"run twice"),

@@ -1,0 +1,121 @@
+"""Backward inside the autocast block, several calls in one block, kernels that autocast reaches inside."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gcsolve
+from gcsolve.errors import ArgumentError, CallError
+from tests.test_exact import KeepNothing
+from tests.training import Of, assert_same, x
+
+
+def _attention(dropout: float) -> nn.Module:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(m.a(x), m.b(x), x, dropout_p=dropout)
+
+    return Of(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16))
+
+
+INSIDE: dict[str, tuple[Any, torch.Tensor]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16)), x(8, 16)),
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)), x(2, 4, 8, 8)),
+    "attention": (lambda: _attention(0.0), x(2, 2, 8, 16)),
+    "attention with dropout": (lambda: _attention(0.1), x(2, 2, 8, 16)),
+}
+
+
+def _block() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def _trained(module: nn.Module, inputs: torch.Tensor, *, inside: bool) -> dict[str, Any]:
+    """Three steps; loss and backward inside the autocast block, or outside."""
+    left: dict[str, Any] = {}
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    torch.manual_seed(1)
+    for step in range(3):
+        optimizer.zero_grad()
+        with _block():
+            output = module(inputs)
+            loss = F.mse_loss(output, torch.zeros_like(output))
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        left |= {f"{step} {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        left[f"loss {step}"] = loss.detach().clone()
+        optimizer.step()
+    return left
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_backward_inside_the_block(name: str) -> None:
+    """Where eager's casts make a difference there, a plan is for the one or the other, and refuses the other."""
+    build, inputs = INSIDE[name]
+    torch.manual_seed(0)
+    model = build()
+    expected = _trained(copy.deepcopy(model), inputs, inside=True)
+    outside = _trained(copy.deepcopy(model), inputs, inside=False)
+    with _block():
+        plan = gcsolve.solve(copy.deepcopy(model), inputs, budget="1MB", solver=KeepNothing())
+        other = gcsolve.solve(model, inputs, budget="1MB", solver=KeepNothing(), autocast_backward=True)
+    if name == "attention with dropout":
+        assert any(not torch.equal(expected[key], outside[key]) for key in expected)
+        with pytest.raises(CallError, match=r"inside an autocast block.*aten\.bmm.*autocast_backward=True"):
+            _trained(copy.deepcopy(plan.module), inputs, inside=True)
+        assert_same(outside, _trained(plan.module, inputs, inside=False))
+    else:
+        assert_same(expected, outside)
+        assert_same(expected, _trained(plan.module, inputs, inside=True))
+    assert_same(expected, _trained(copy.deepcopy(other.module), inputs, inside=True))
+    with pytest.raises(CallError, match=r"called outside the autocast block.*plan without autocast_backward"):
+        _trained(other.module, inputs, inside=False)
+
+
+def test_a_plan_for_backward_inside_the_block_is_verified_and_saved_as_such(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = _attention(0.1), x(4, 4, 64, 16)
+    with _block():
+        plan = gcsolve.solve(model, inputs, budget=1.0, autocast_backward=True)
+    report = plan.verify(steps=2, repeats=0)
+    assert report.differences == ()
+    assert abs(report.prediction_error) <= 0.02
+    plan.save(tmp_path / "plan.json")
+    expected = _trained(copy.deepcopy(model), inputs, inside=True)
+    with _block():
+        loaded = gcsolve.load_plan(tmp_path / "plan.json", model)
+    assert_same(expected, _trained(loaded.module, inputs, inside=True))
+    with pytest.raises(ArgumentError, match="autocast_backward=1 is neither True nor False"):
+        gcsolve.solve(model, inputs, budget=1.0, autocast_backward=1)  # type: ignore[arg-type]
+
+
+def test_two_calls_in_one_block_sum_their_gradients_in_the_weights_own_precision() -> None:
+    """Eager keeps the weight's cast for the block and sums both calls' gradients in bfloat16: the planned sum is the more
+    exact one, and as eager's with a block around each call."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+
+    def gradient(module: nn.Module, *, blocks: int) -> torch.Tensor:
+        module.zero_grad()
+        outputs: list[torch.Tensor] = []
+        for _ in range(blocks):
+            with _block():
+                outputs += [module(x(32, 64) * (k + 1)) for k in range(len(outputs), len(outputs) + 2 // blocks)]
+        sum(o.float().square().mean() for o in outputs).backward()  # type: ignore[union-attr]
+        return module.weight.grad.clone()  # type: ignore[union-attr, operator]
+
+    with _block():
+        plan = gcsolve.solve(model, x(32, 64), budget=1.0)
+    eager, apart = gradient(copy.deepcopy(model), blocks=1), gradient(copy.deepcopy(model), blocks=2)
+    found = gradient(plan.module, blocks=1)
+    assert not torch.equal(eager, apart)
+    assert torch.equal(found, apart)
+    assert (found - eager).abs().max() <= 2.0**-8 * eager.abs().max()  # one rounding to bfloat16
