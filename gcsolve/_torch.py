@@ -103,27 +103,27 @@ def weights_cast(*, once: bool) -> Iterator[None]:
 
 
 _REWRITTEN = re.compile(r"_?upsample_.*|matmul|multi_margin_loss|multilabel_margin_loss_forward")
-_RECURRENT = re.compile(r"lstm|rnn_tanh|rnn_relu|gru|gru_cell")
+_OF_CPU = re.compile(r"lstm|rnn_tanh|rnn_relu|gru|gru_cell|bilinear")
 _rewriting = threading.RLock()
 
 
 @contextlib.contextmanager
-def as_eager_kernels(recurrent: Mapping[OpOverload, Callable[..., Any]] | None) -> Iterator[None]:
+def as_eager_kernels(of_cpu: Mapping[OpOverload, Callable[..., Any]] | None) -> Iterator[None]:
     """While it traces, torch writes some ops in terms of others (interpolation as index arithmetic, above all), which round
     otherwise and take more memory than the kernel that eager runs; in this block it does not.
 
     Args:
-        recurrent: what recurrent layers are traced as, where not as their own kernels; None: as torch writes them.
+        of_cpu: what some ops are traced as where not as their own kernels (recurrent layers); None: as torch writes them.
     """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    names = _REWRITTEN if recurrent is None else re.compile(f"{_REWRITTEN.pattern}|{_RECURRENT.pattern}")
+    names = _REWRITTEN if of_cpu is None else re.compile(f"{_REWRITTEN.pattern}|{_OF_CPU.pattern}")
     packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if names.fullmatch(name)]
     ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     with _rewriting:  # the tables are one for all threads
         taken = [(op, key, op.py_kernels.pop(key, None)) for op in ops for key in keys]
         for op, _, _ in taken:
             op._dispatch_cache.clear()
-        for op, kernel in (recurrent or {}).items():
+        for op, kernel in (of_cpu or {}).items():
             op.py_kernels.update(dict.fromkeys(keys, kernel))
         try:
             yield

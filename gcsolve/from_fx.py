@@ -36,7 +36,7 @@ _DISCRETE = {
     "unique_consecutive", "kthvalue", "mode", "median", "nanmedian", "msort", "randperm",
 }  # fmt: skip
 
-_KNOWN_NAMESPACES = ("aten", "prims", "torchvision")
+_KNOWN_NAMESPACES = ("aten", "prims", "torchvision", "gcsolve")
 
 CPU_RNG_STATE_BYTES = 5056
 CUDA_RNG_STATE_BYTES = 16

@@ -34,6 +34,7 @@ from gcsolve.casts import share_casts
 from gcsolve.errors import TraceError
 from gcsolve.functions import KeptFunctions
 from gcsolve.randomness import StandIns
+from gcsolve.reached import REACHED
 from gcsolve.recurrent import RECURRENT
 
 
@@ -172,7 +173,7 @@ def capture_joint(
         around.enter_context(tracing(TracingContext(mode)))
         backward = "same_as_forward" if autocast_backward else "off"
         around.enter_context(functorch_config.patch(functionalize_rng_ops=False, backward_pass_autocast=backward))
-        around.enter_context(as_eager_kernels(RECURRENT if on_cpu else None))
+        around.enter_context(as_eager_kernels({**RECURRENT, **REACHED} if on_cpu else None))
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
         functions = around.enter_context(KeptFunctions())

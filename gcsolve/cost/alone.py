@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 MAX_MEMORY_SHARE = 0.25  # of the free memory: an op whose operands and results take more is not run
 
-_PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
+_PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "gcsolve"})
 
 # Ops that read something a made-up tensor cannot stand for (a packed or library-made buffer): a kernel trusts it blindly
 # and may end the process.
