@@ -93,6 +93,14 @@ def generator_at(state: torch.Tensor, device: torch.device) -> torch.Generator:
     return made
 
 
+def as_real(z: torch.Tensor) -> torch.Tensor:
+    """`view_as_real` as a trace means it: of the numbers, not of numbers still to be conjugated."""
+    return torch.view_as_real(z.resolve_conj())
+
+
+_RESOLVING: dict[Any, Callable[..., Any]] = {torch.ops.aten.view_as_real.default: as_real}
+
+
 class _Half:
     """One of the two graphs while it is written: which new node holds the live copy of each joint node."""
 
@@ -131,6 +139,7 @@ class _Half:
         args = fx.map_arg(node.args, self.get)
         kwargs = fx.map_arg(node.kwargs, self.get)
         target: Any = torch.ops.aten.add_.Tensor if node in self.lowered.in_place else node.target
+        target = _RESOLVING.get(target, target)
         if helper:
             target, args = helper[0], (*helper[1:], target, *args)  # type: ignore[misc]
         made = self.graph.create_node("call_function", target, args, kwargs, name=node.name)  # type: ignore[arg-type]

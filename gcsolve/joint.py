@@ -20,6 +20,7 @@ from torch import fx, nn
 from gcsolve._torch import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     OutputType,
     TracingContext,
     aot_descriptors,
@@ -28,6 +29,7 @@ from gcsolve._torch import (
     backends_left_on,
     functorch_config,
     tracing,
+    view_like,
 )
 from gcsolve.attributes import held_tensors
 from gcsolve.casts import share_casts
@@ -276,7 +278,7 @@ def _described(captured: Any, module: nn.Module) -> Joint:
         graph_module=gm,
         inputs=tuple(inputs),
         tangents=tuple(list(found).index(what) for what in tangent_of),
-        outputs=tuple(_output_plan(info, i, positions, bases) for i, info in enumerate(metadata.output_info)),
+        outputs=tuple(_output_plan(info, i, positions, bases, made) for i, info in enumerate(metadata.output_info)),
         mutations=tuple(mutations),
         gradients=tuple(gradients),
         n_forward_outputs=n_forward,
@@ -284,14 +286,29 @@ def _described(captured: Any, module: nn.Module) -> Joint:
     )
 
 
-def _output_plan(info: Any, index: int, positions: dict[int, int], bases: list[int]) -> OutputPlan:
+def _output_plan(
+    info: Any, index: int, positions: dict[int, int], bases: list[int], made: Sequence[fx.Node]
+) -> OutputPlan:
     kind = _KINDS[info.output_type]
+    if kind.startswith("view"):
+        _refuse_lazy(made[positions[index]])
     base = -1 if info.base_idx is None else int(info.base_idx)
     if kind == "view_of_output":
         base = bases[base]
     elif kind == "view_of_user_output":
         kind, base = "view_of_output", positions[base]
     return OutputPlan(kind, positions[index], base, bool(info.requires_grad))
+
+
+def _refuse_lazy(node: fx.Node) -> None:
+    """A view that also conjugates or negates what it views, when it is read, which no strides tell."""
+    while isinstance(node.target, OpOverload) and view_like(node.target):
+        if node.target in (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default):
+            raise TraceError(
+                "the model returns the conjugate of something else that it returns or was given, as a view of it (conj, or the "
+                "imag of a conjugate), which a planned step cannot hand out. Return it with .resolve_conj() or .clone()"
+            )
+        node = node.all_input_nodes[0]
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

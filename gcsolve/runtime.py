@@ -45,9 +45,9 @@ class Step:
             if plan.kind == "input":
                 value = inputs[plan.base]
             elif plan.kind == "view_of_input":
-                value = inputs[plan.base].as_strided(value.shape, value.stride(), value.storage_offset())
+                value = _viewed(inputs[plan.base], value)
             elif plan.kind == "view_of_output":
-                value = returned[plan.base].as_strided(value.shape, value.stride(), value.storage_offset())
+                value = _viewed(returned[plan.base], value)
             outputs.append(value.detach() if value.requires_grad and not differentiable else value)
         return self._guard_unplanned(outputs)
 
@@ -89,6 +89,22 @@ class Step:
             for k, value in zip(unplanned, guarded, strict=True):
                 outputs[k] = value
         return outputs
+
+
+def _viewed(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The view of `base` that lies where `like` does, for autograd: gradients of one number that stands in many places are
+    summed as those of an expanded tensor, and a complex view of real numbers (or the reverse) is one."""
+    stride, offset = like.stride(), like.storage_offset()
+    size = [1 if s == 0 else n for n, s in zip(like.shape, stride, strict=True)]
+    if base.dtype == like.dtype:
+        made = base.as_strided(size, stride, offset)
+    elif like.is_complex():
+        made = torch.view_as_complex(base.as_strided((*size, 2), (*(2 * s for s in stride), 1), 2 * offset))
+    else:
+        made = (torch.view_as_real(base) if base.is_complex() else base.view(like.dtype)).as_strided(
+            size, stride, offset
+        )
+    return made.expand(like.shape) if made.shape != like.shape else made
 
 
 @dataclass
