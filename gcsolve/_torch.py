@@ -61,6 +61,7 @@ __all__ = [
     "storage_key",
     "tracing",
     "transform",
+    "unordered_checks",
     "tree_map_only",
     "view_like",
     "weights_cast",
@@ -151,6 +152,21 @@ def backends_left_on() -> Iterator[None]:
         yield
     finally:
         export_trace._ignore_backend_decomps = original
+
+
+@contextlib.contextmanager
+def unordered_checks() -> Iterator[None]:
+    """torch threads a token through a trace for the op that checks whether linear algebra succeeded (torch 2.14), so that it
+    stays; in this block it is an op without a result, which is dropped."""
+    effect: Any = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    before = getattr(effect, "_effect", None)
+    if before is not None:
+        effect._effect = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            effect._effect = before
 
 
 def is_autocast_region(target: Any) -> bool:

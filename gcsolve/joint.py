@@ -29,6 +29,7 @@ from gcsolve._torch import (
     backends_left_on,
     functorch_config,
     tracing,
+    unordered_checks,
     view_like,
 )
 from gcsolve.attributes import held_tensors
@@ -176,6 +177,7 @@ def capture_joint(
         backward = "same_as_forward" if autocast_backward else "off"
         around.enter_context(functorch_config.patch(functionalize_rng_ops=False, backward_pass_autocast=backward))
         around.enter_context(as_eager_kernels({**RECURRENT, **REACHED} if on_cpu else None))
+        around.enter_context(unordered_checks())
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
         functions = around.enter_context(KeptFunctions())

@@ -137,8 +137,10 @@ class _Function(torch.autograd.Function):
         ctx.step = step
         ctx.n_saved = emitted.n_saved
         ctx.save_for_backward(*results[n:], *(inputs[i] for i in emitted.backward_inputs))
-        mutated = {position for position, _ in joint.mutations}
-        returned = tuple(None if p in mutated else r for p, r in enumerate(results[:n]))
+        # Neither what is written already nor an input itself, which autograd would detach where it stands.
+        unsaid = {position for position, _ in joint.mutations}
+        unsaid |= {plan.position for plan in joint.outputs if plan.kind == "input"}
+        returned = tuple(None if p in unsaid else r for p, r in enumerate(results[:n]))
         tangents = set(joint.tangents)
         ctx.mark_non_differentiable(
             *(r for p, r in enumerate(returned) if p not in tangents and isinstance(r, torch.Tensor))
