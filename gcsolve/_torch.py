@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import wrap_with_autocast
+from torch._library import simple_registry
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -158,7 +159,7 @@ def backends_left_on() -> Iterator[None]:
 def unordered_checks() -> Iterator[None]:
     """torch threads a token through a trace for the op that checks whether linear algebra succeeded (torch 2.14), so that it
     stays; in this block it is an op without a result, which is dropped."""
-    effect: Any = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    effect: Any = getattr(simple_registry.singleton.find("aten::_linalg_check_errors"), "effect", None)
     before = getattr(effect, "_effect", None)
     if before is not None:
         effect._effect = None

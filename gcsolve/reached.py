@@ -1,8 +1,8 @@
 """Kernels that autocast reaches inside: their own matmuls are cast, though the op itself is on none of its lists.
 
 A plan runs without autocast, as its casts are ops of the graph already. So such a kernel is traced as an op of ours, which
-runs it under the autocast that was around it. On the CPU of torch 2.14 it is the one of nn.Bilinear; in a sweep over torch's
-own samples of its ops no other differed for that reason.
+runs it under the autocast that was around it. On the CPU of torch 2.14 it is the one of nn.Bilinear (and of linalg.polar,
+which is refused): so a sweep over torch's own samples of its ops has shown.
 """
 
 from __future__ import annotations

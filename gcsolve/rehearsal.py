@@ -67,6 +67,11 @@ class Rehearsed(TorchFunctionMode):
                 f"forward uses {what} at {running_line()}, which is not traced: shapes follow from the values of the lengths. "
                 f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
             )
+        if getattr(func, "__name__", "") == "linalg_polar" and torch.is_autocast_enabled("cpu"):
+            raise TraceError(
+                f"forward uses torch.linalg.polar at {running_line()} under autocast, which casts inside its kernel, where a "
+                "trace does not see it. Call it under torch.autocast(..., enabled=False)"
+            )
         result = func(*args, **kwargs)
         if not self.value_line and _follows_from_values(result):
             self.value_line = running_line()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gcsolve
-from gcsolve.errors import ArgumentError, CallError
+from gcsolve.errors import ArgumentError, CallError, TraceError
 from tests.test_exact import KeepNothing
 from tests.training import Of, assert_same, x
 
@@ -125,3 +125,10 @@ def test_two_calls_in_one_block_sum_their_gradients_in_the_weights_own_precision
     assert not torch.equal(eager, apart)
     assert torch.equal(found, apart)
     assert (found - eager).abs().max() <= 2.0**-8 * eager.abs().max()  # one rounding to bfloat16
+
+
+@pytest.mark.skipif(not hasattr(torch.linalg, "polar"), reason="this torch has none")
+def test_a_kernel_that_casts_inside_and_is_not_planned_is_refused() -> None:
+    model = Of(lambda m, x: torch.linalg.polar(m.a(x).float())[0], a=nn.Linear(8, 8))
+    with _block(), pytest.raises(TraceError, match=r"torch\.linalg\.polar at .*test_autocast\.py.*enabled=False"):
+        gcsolve.solve(model, x(8, 8), budget=1.0)
