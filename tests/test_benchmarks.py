@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
+from benchmarks import solvers as solver_table
 
 
 def test_the_gpu_check_runs_on_the_cpu(capsys, tmp_path, monkeypatch) -> None:
@@ -26,3 +27,23 @@ def test_without_a_gpu_it_says_so(capsys) -> None:
     with pytest.raises(SystemExit):
         gpu_check.main([])
     assert "no GPU is visible here" in capsys.readouterr().err
+
+
+def test_the_solver_table_is_written_graph_by_graph(capsys, tmp_path, monkeypatch) -> None:
+    raw = {"cost": [1] * 6, "bytes": [4, 4, 4, 1, 1, 1], "backward_start": 3}
+    raw["edges"] = [(0, 1), (1, 2), (2, 3), (1, 4), (3, 4), (0, 5), (4, 5)]
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(raw))
+    monkeypatch.setattr(solver_table, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(solver_table, "KNOWN", {"a": {"0.9": 0.0}, "b": {"0.9": 50.0}})
+    (tmp_path / "results").mkdir()
+    solver_table.main(["--graphs", str(tmp_path), "--store"])
+    solver_table.main(["--graphs", str(tmp_path), "--store", "--only", "b", "--solver", "auto"])
+    found = json.loads((tmp_path / "results" / "solvers.json").read_text())["graphs"]
+    assert {name: [row["solver"] for row in rows] for name, rows in found.items()} == {
+        "a": ["auto", "one_epoch"],
+        "b": ["auto"],
+    }
+    (row,) = found["b"]
+    assert (row["overhead"], row["reached"], found["a"][0]["reached"]) == (pytest.approx(1 / 6), True, False)
+    assert "1 of 3 known values reached" in (tmp_path / "results" / "solvers.txt").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers._epochs import EpochProgram
+from gcsolve.solvers._epoch_search import EpochSearch
+from gcsolve.solvers._epochs import EpochProgram, OutOfTime
 from gcsolve.solvers._mend import mended
 from gcsolve.solvers._orders import OrderReplay
 from gcsolve.solvers.base import ANY_SCHEDULE, Status
@@ -112,3 +114,11 @@ def test_more_than_one_rerun_where_it_is_the_only_way():
     assert solution.status is Status.OPTIMAL
     assert solution.schedule is not None
     assert max(solution.schedule.runs(chain.graph)) > 2
+
+
+def test_building_stops_at_the_deadline():
+    with pytest.raises(OutOfTime):
+        EpochProgram(random_problem(0), [1, 2], deadline=-math.inf)
+    search = EpochSearch(random_problem(0).with_budget(0), None, gap=0.0, deadline=-math.inf)
+    search.run()
+    assert (search.best, search.any_bound, search.infeasible) == (None, 0.0, False)

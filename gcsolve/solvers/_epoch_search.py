@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from gcsolve.problem import Problem
-from gcsolve.solvers._epochs import EpochProgram
+from gcsolve.solvers._epochs import EpochProgram, OutOfTime
 from gcsolve.solvers._mend import mended
 from gcsolve.solvers._orders import OrderReplay, OrderRun, stages_of
 from gcsolve.solvers.greedy import needed, thinned
@@ -66,7 +66,10 @@ class EpochSearch:
         finest = self.gap / 4
         abs_gap = max(finest, LOOSE_GAP)
         while not self.met() and self.left() > 0:
-            program = EpochProgram(self.problem, self.moments, self.bursts, self.tiny_bytes)
+            try:
+                program = EpochProgram(self.problem, self.moments, self.bursts, self.tiny_bytes, self.deadline)
+            except OutOfTime:
+                return
             limit = ROUND_SHARE * self.left()
             answer = program.solve(time_limit_s=limit, abs_gap=abs_gap, begin=self.best)
             if answer.infeasible:

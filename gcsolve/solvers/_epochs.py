@@ -33,6 +33,7 @@ order (`ASCENDING`). At the rerun of i before t:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,14 +57,26 @@ class EpochAnswer:
     infeasible: bool
 
 
+class OutOfTime(Exception):
+    """The deadline struck while the program was being built."""
+
+
 class EpochProgram:
     """`moments`: nodes, ascending; `bursts`: (t, i) pairs with t - 1 and t among the moments.
 
     `tiny_bytes`: values that sum up to so much count as nothing in memory rows.
+
+    Raises:
+        OutOfTime: on large graphs, building it takes seconds.
     """
 
     def __init__(
-        self, problem: Problem, moments: Iterable[int], bursts: Iterable[tuple[int, int]] = (), tiny_bytes: int = 0
+        self,
+        problem: Problem,
+        moments: Iterable[int],
+        bursts: Iterable[tuple[int, int]] = (),
+        tiny_bytes: int = 0,
+        deadline: float = math.inf,
     ) -> None:
         from ortools.math_opt.python import mathopt
 
@@ -78,8 +91,10 @@ class EpochProgram:
         self.H: list[dict[int, mathopt.Variable]] = []
         self.R: list[dict[int, mathopt.Variable]] = []
         for e in range(len(self.moments)):
+            _check(deadline)
             self._add_epoch(e)
         for t, i in sorted(bursts):
+            _check(deadline)
             self._add_burst(t, i)
         total = problem.total_cost or 1.0
         cost: Linear = {r: problem.cost[i] * UNITS / total for again in self.R for i, r in again.items()}
@@ -248,6 +263,11 @@ class EpochProgram:
                     if stays[v] or self.producer[v] == t or (v in held[e] and self.producer[v] not in again[e])
                 }
         return order
+
+
+def _check(deadline: float) -> None:
+    if time.perf_counter() > deadline:
+        raise OutOfTime
 
 
 def first_places(order: Sequence[int]) -> dict[int, int]:

@@ -44,6 +44,8 @@ PROBE_SHARE = 0.25
 """A probe may take this share of the time that is left."""
 WAYS = 1000
 """Sets looked at on the ways back from one node."""
+ALL_WAYS = 20_000
+"""... and from all of them."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,13 @@ def peak_floor(problem: Problem) -> tuple[int, int]:
         if total > best:
             best, best_node = total, i
     ways = _Ways(problem)
-    for i, node in enumerate(graph.nodes):
-        if len(node.inputs) > 1 and ways.at_most_bytes(i) > best:
-            total = ways.bottleneck(i, best)
-            if total > best:
-                best, best_node = total, i
+    most = {i: ways.at_most_bytes(i) for i, node in enumerate(graph.nodes) if len(node.inputs) > 1}
+    for i in sorted(most, key=lambda i: (-most[i], i)):
+        if most[i] <= best or ways.looked > ALL_WAYS:
+            break
+        total = ways.bottleneck(i, best)
+        if total > best:
+            best, best_node = total, i
     return best, best_node
 
 
@@ -106,6 +110,7 @@ class _Ways:
         self.outputs = [bits(n.outputs) for n in graph.nodes]
         self.read_bytes = [sum(self.size[v] for v in n.inputs) for n in graph.nodes]
         self.own_bytes = [sum(self.size[v] for v in n.inputs + n.outputs) + n.workspace_bytes for n in graph.nodes]
+        self.looked = 0
 
     def bytes(self, state: int, i: int) -> int:
         """What is live while i runs to make part of `state`, the rest of which is live."""
@@ -124,6 +129,7 @@ class _Ways:
         seen = {start}
         while heap:
             least, _, state = heapq.heappop(heap)
+            self.looked += 1
             if not state or len(seen) > WAYS:
                 return least
             for q in dict.fromkeys(self.producer[v] for v in members(state)):
