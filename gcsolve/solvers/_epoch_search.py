@@ -29,11 +29,18 @@ TINY_SHARE = 1e-3
 class EpochSearch:
     """`best`: the incumbent; `any_bound`, `bound`: in overhead, for any schedule and for `ASCENDING` ones.
 
-    `first_plan`: stop at the first plan that fits.
+    `any_bound`: what is known already. `first_plan`: stop at the first plan that fits.
     """
 
     def __init__(
-        self, problem: Problem, best: OrderRun | None, *, gap: float, deadline: float, first_plan: bool = False
+        self,
+        problem: Problem,
+        best: OrderRun | None,
+        *,
+        gap: float,
+        deadline: float,
+        any_bound: float = 0.0,
+        first_plan: bool = False,
     ) -> None:
         self.problem = problem
         self.replay = OrderReplay(problem)
@@ -42,7 +49,7 @@ class EpochSearch:
         self.deadline = deadline
         self.first_plan = first_plan
         self.total = problem.total_cost or 1.0
-        self.any_bound = self.bound = 0.0
+        self.any_bound, self.bound = any_bound, 0.0
         self.infeasible = False
         self.moments: set[int] = set()
         self.bursts: set[tuple[int, int]] = set()
@@ -56,15 +63,18 @@ class EpochSearch:
     def met(self) -> bool:
         if self.best is None or self.first_plan:
             return self.best is not None
-        overhead = self.best.rerun_cost / self.total
-        return overhead - max(self.any_bound, self.bound) <= self.gap * (1.0 + overhead) + 1e-12
+        return self.room() <= self.gap * (1.0 + self.best.rerun_cost / self.total) + 1e-12
+
+    def room(self) -> float:
+        """What a better plan than the incumbent could still save, in overhead."""
+        return self.best.rerun_cost / self.total - max(self.any_bound, self.bound) if self.best else 1.0
 
     def run(self) -> None:
         """Search until the gap is met, it is proven that nothing fits (`infeasible`), or the deadline strikes."""
         if not self._add_overflowing(self.replay.run(range(len(self.problem.graph.nodes)))):
             return
         finest = self.gap / 4
-        abs_gap = max(finest, LOOSE_GAP)
+        abs_gap = max(finest, min(LOOSE_GAP, self.room() / 2))
         while not self.met() and self.left() > 0:
             try:
                 program = EpochProgram(self.problem, self.moments, self.bursts, self.tiny_bytes, self.deadline)
@@ -84,7 +94,8 @@ class EpochSearch:
             run = self.replay.run([i for _, i in needed(self.replay, list(enumerate(answer.order)))])
             self._offer(run)
             if not self._add_overflowing(run):
-                if abs_gap <= finest:
+                out_of_time = run.rerun_cost / self.total - answer.bound > 2 * abs_gap
+                if abs_gap <= finest or out_of_time:
                     return
                 abs_gap = max(finest, abs_gap / 4)
 

@@ -63,12 +63,14 @@ ONE_EPOCH_SHARE = 0.5
 """Of the time, for one rerun a value."""
 BEGIN_SHARE = 0.5
 """Of the time that is then left, for a plan to begin with."""
-FINER_SHARE = 0.15
+FINER_SHARE = 0.1
 """Of the time, for more reruns where one a value fits and is proven to be within the gap of its class."""
 LOOSE_GAP = 0.02
 BOUND_SHARE = 0.25
 TIED_ROUNDS = 12
 TIED_GROUPS = (1, 2, 4)
+TIED_MOST = 0.9
+"""A tied program has no more than this share of the decisions; else it takes as long as the untied one."""
 POLISH_VARIABLES = 900
 POLISH_NODES = 60_000  # over the program's variables
 POLISH_ROUNDS = 4
@@ -137,9 +139,10 @@ class Retention:
                 run = best_order([run, replay.run(self.begin)], problem.budget_bytes)
             if bounds.gap(ONE_RERUN, overhead) <= gap + ROUNDING:
                 finish = min(finish, now + FINER_SHARE * time_limit_s)
-        search = EpochSearch(problem, run if run.peak_bytes <= problem.budget_bytes else None, gap=gap, deadline=finish)
+        best = run if run.peak_bytes <= problem.budget_bytes else None
+        search = EpochSearch(problem, best, gap=gap, deadline=finish, any_bound=bounds.any)
         search.run()
-        found = _Bounds(max(bounds.any, search.any_bound), search.bound, bounds.one_rerun)
+        found = _Bounds(search.any_bound, search.bound, bounds.one_rerun)
         if search.best is not None:
             return search.best.order, found, None
         return None, found, (ASCENDING if search.bursts else ANY_SCHEDULE) if search.infeasible else None
@@ -238,8 +241,13 @@ class _Search:
         program = Program(self.choices, self.budget_bytes)
         for moment in proof.moments:
             program.add_instant(moment, -1)
+        sizes: set[int] = set()  # of the tied programs tried: with more groups they grow, or are the same again
         for groups in TIED_GROUPS:
-            self._tied_rounds(groups, proof.moments)
+            tied = Program(self.choices, self.budget_bytes, twins(self.replay.problem.graph, groups))
+            size = len(set(tied.S.values()))
+            if size <= TIED_MOST * len(tied.S) and size not in sizes:
+                sizes.add(size)
+                self._tied_rounds(tied, proof.moments)
             if self.met() or self.left() <= 0:
                 break
         if not self.met() and self._rounds(program):
@@ -254,11 +262,8 @@ class _Search:
             self.offer(improve(self.replay, fixed, self.budget_bytes, self.deadline))
         return run
 
-    def _tied_rounds(self, groups: int, moments: tuple[int, ...]) -> None:
+    def _tied_rounds(self, tied: Program, moments: tuple[int, ...]) -> None:
         """Incumbents that treat repeated blocks alike: a small program, so soon solved, that proves nothing."""
-        tied = Program(self.choices, self.budget_bytes, twins(self.replay.problem.graph, groups))
-        if len(set(tied.S.values())) == len(tied.S):
-            return
         for moment in moments:
             tied.add_instant(moment, -1)
         for _ in range(TIED_ROUNDS):
