@@ -357,9 +357,10 @@ def where() -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
     ).stdout.strip()
+    threads = torch.get_num_threads()
     return (
         f"gcsolve {gcsolve.__version__} ({commit}), torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads, no GPU used"
+        f"{os.cpu_count()} CPU cores, {threads} thread{'s' if threads > 1 else ''}, no GPU used"
     )
 
 
