@@ -65,7 +65,9 @@ def test_modules_are_cut_at_one_depth() -> None:
     assert set(module_groups(paths, most=14).values()) == {f"h.{i}" for i in range(12)} | {"", "head"}
     assert module_groups(["a.b", ""], most=5) == {"a.b": "a.b", "": ""}
     assert common_prefix(["model.a.b", "model.c", ""]) == "model."
-    assert common_prefix(["model", "model.c"]) == ""
+    assert common_prefix(["model", "model.c", "model.d"]) == "model."
+    assert common_prefix(["a", "a.b", "a.b.c.d", "a.b.c.e", ""]) == "a.b.c."
+    assert common_prefix(["model", "head"]) == ""
 
 
 def test_tables() -> None:

@@ -155,7 +155,7 @@ def schedule(plan: Plan, ax: Any = None) -> Any:
         ax.fill_between(x, lower, upper, step="post", color=ORANGE, linewidth=0)
         ax.axhline(-place, color="#d0d0d0", linewidth=0.5)
         ax.text(1.008, -place + 0.4, size_text(top), transform=ax.get_yaxis_transform(), va="center", fontsize=7.5)
-    ax.set_yticks([-place + 0.4 for place in range(len(rows))], [row.removeprefix(prefix) or "(model)" for row in rows])
+    ax.set_yticks([-place + 0.4 for place in range(len(rows))], _row_names(rows, prefix))
     ax.set_ylim(-len(rows) + 0.9, 1.05)
     ax.text(1.008, 1.0, "most", transform=ax.get_yaxis_transform(), va="bottom", fontsize=7.5)
     _time_axis(ax, plan, line, x)
@@ -163,7 +163,8 @@ def schedule(plan: Plan, ax: Any = None) -> Any:
     handles = [
         ax.fill_between([], [], color=c, label=t) for c, t in ((BLUE, "held since the forward"), (ORANGE, "made again"))
     ]
-    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=_SMALL, frameon=False)
+    low = -0.48 / (0.27 * len(rows))  # of the axes' height: below the axis' own text
+    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, low), ncols=2, fontsize=_SMALL, frameon=False)
     under = f"below {prefix.removesuffix('.')}, " if prefix else ""
     _title(
         ax,
@@ -171,6 +172,12 @@ def schedule(plan: Plan, ax: Any = None) -> Any:
         f"{under}each row to its own scale; at the line, backward begins",
     )
     return ax
+
+
+def _row_names(rows: Iterable[str], prefix: str, most: int = 52) -> list[str]:
+    """What is written beside each module's row: its path below `prefix`, the middle left out of one that is too long."""
+    names = [row.removeprefix(prefix) or "(model)" for row in rows]
+    return [name if len(name) <= most else f"{name[: most // 3]}…{name[len(name) - 2 * most // 3 :]}" for name in names]
 
 
 def _running(changes: Iterable[int]) -> list[int]:
@@ -191,7 +198,11 @@ def layers(plan: Plan, ax: Any = None) -> Any:
         if len(columns) <= 44:
             break
     largest = max((sum(d.size_bytes for d in cell) for row in rows.values() for cell in row.values()), default=1)
-    ax = _axes(ax, min(12.0, 2.6 + 0.3 * len(columns)), 2.6 + 0.27 * len(rows))
+    prefix = common_prefix(list(rows))
+    names = _row_names(rows, prefix)
+    # Inches: a square of 0.27 each, letters of the labels, the legend at the right and the title.
+    wide = 0.27 * len(columns) + 0.08 * max(map(len, names), default=0) + 2.1
+    ax = _axes(ax, min(wide, 14.0), 0.27 * len(rows) + 0.075 * max(map(len, columns), default=0) + 0.9)
     pyplot = _pyplot()
     for y, row in enumerate(rows.values()):
         for label, cell in row.items():
@@ -202,12 +213,11 @@ def layers(plan: Plan, ax: Any = None) -> Any:
             ax.add_patch(pyplot.Rectangle((left, low), side, side, color=BLUE, linewidth=0))
             share = again / size if size else float(any(d.action == "recompute" for d in cell))
             ax.add_patch(pyplot.Rectangle((left, low), side * share, side, color=ORANGE, linewidth=0))
-    prefix = common_prefix(list(rows))
     ax.set_xlim(-0.7, len(columns) - 0.3)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_aspect("equal", adjustable="box")
     ax.set_xticks(range(len(columns)), columns, rotation=90, fontsize=7.5)
-    ax.set_yticks(range(len(rows)), [row.removeprefix(prefix) or "(model)" for row in rows], fontsize=_SMALL)
+    ax.set_yticks(range(len(rows)), names, fontsize=_SMALL)
     ax.tick_params(length=0)
     ax.set_axisbelow(True)
     ax.grid(color="#ececec", linewidth=0.6)
@@ -254,6 +264,8 @@ def _short(op: str) -> str:
         (op.split(".")[1] if op.count(".") >= 2 else op)
         .strip("_")
         .removeprefix("native_")
+        .removeprefix("scaled_dot_product_")
+        .removesuffix("_for_cpu")
         .removesuffix("_legit_functional")
     )
 

@@ -147,8 +147,11 @@ def module_groups(paths: Iterable[str], most: int = 26) -> dict[str, str]:
 
 
 def common_prefix(paths: Sequence[str]) -> str:
-    """The leading modules, with a final dot, that all paths but "" share."""
-    split = [p.split(".") for p in paths if p]
+    """The leading modules, with a final dot, that all paths share but "" and those that are above all others."""
+    named = sorted({p for p in paths if p}, key=lambda p: (p.count("."), p))
+    while len(named) > 1 and all(p.startswith(f"{named[0]}.") for p in named[1:]):
+        named = named[1:]
+    split = [p.split(".") for p in named]
     shared = 0
     while split and all(len(s) > shared + 1 and s[shared] == split[0][shared] for s in split):
         shared += 1
