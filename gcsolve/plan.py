@@ -261,11 +261,14 @@ class Plan:
             f"({size_text(sum(d.size_bytes for d in rerun))})",
         ]
         if self.costed.estimated_workspace:
-            lines.append(f"workspace estimated, not measured: {', '.join(self.costed.estimated_workspace)}")
+            lines.append(f"workspace estimated, not measured: {_op_names(self.costed.estimated_workspace)}")
         if self.costed.estimated_cost:
-            lines.append(f"cost estimated (roofline), not measured: {', '.join(self.costed.estimated_cost)}")
+            lines.append(f"cost estimated (roofline), not measured: {_op_names(self.costed.estimated_cost)}")
         if self.costed.costed_by_bytes:
-            lines.append(f"costed by bytes (no FLOP formula): {', '.join(self.costed.costed_by_bytes)}")
+            ops, problem = set(self.costed.costed_by_bytes), self.problem
+            share = sum(c for c, n in zip(problem.cost, problem.graph.nodes, strict=True) if n.op in ops)
+            told = f"no FLOP formula; {share / (problem.total_cost or 1.0):.0%} of the step's {unit}"
+            lines.append(f"costed by bytes ({told}): {_op_names(self.costed.costed_by_bytes)}")
         return "\n".join(lines)
 
     def __reduce__(self) -> Any:
@@ -283,3 +286,8 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self.summary().splitlines()[0]}>"
+
+
+def _op_names(ops: tuple[str, ...]) -> str:
+    """As torch.ops.aten has them: "aten.gelu.default" -> "gelu"."""
+    return ", ".join(op.removeprefix("aten.").removesuffix(".default") for op in ops)

@@ -260,7 +260,8 @@ def _compare_contexts(saved: list[Any], here: list[Any]) -> None:
 def _compare_models(saved: dict[str, Any], here: dict[str, Any]) -> None:
     then = "load it for the model that was planned"
     _compare("model class", saved["class"], here["class"], then)
-    _compare("training mode", saved["training"], here["training"], "call model.train() or model.eval() first")
+    mode = f"call model.{'train' if saved['training'] else 'eval'}() first"
+    _compare("training mode", saved["training"], here["training"], mode)
     for was, now in zip(saved["tensors"], here["tensors"], strict=False):
         _compare("a", was[0], now[0], then)
         _compare(was[0], _tensor_told(was[1:]), _tensor_told(now[1:]), then)

@@ -128,7 +128,7 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     assert "class MLP, and here it is _Other" in refused(_Other(6, 64))
     assert "layers.6.weight" not in refused(_mlp(5))
     assert "number of parameters and buffers 12, and here it is 14" in refused(_mlp(7))
-    assert "training mode True, and here it is False" in refused(_mlp().eval())
+    assert "training mode True, and here it is False; call model.train() first" in refused(_mlp().eval())
     frozen = _mlp()
     next(frozen.parameters()).requires_grad_(False)
     assert "parameter layers.0.weight" in refused(frozen)

@@ -201,7 +201,7 @@ def layers(plan: Plan, ax: Any = None) -> Any:
     prefix = common_prefix(list(rows))
     names = _row_names(rows, prefix)
     # Inches: a square of 0.27 each, letters of the labels, the legend at the right and the title.
-    wide = 0.27 * len(columns) + 0.08 * max(map(len, names), default=0) + 2.1
+    wide = 0.27 * len(columns) + 0.08 * max(map(len, names), default=0) + 2.5
     ax = _axes(ax, min(wide, 14.0), 0.27 * len(rows) + 0.075 * max(map(len, columns), default=0) + 0.9)
     pyplot = _pyplot()
     for y, row in enumerate(rows.values()):
