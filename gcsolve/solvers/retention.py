@@ -33,7 +33,7 @@ asked gap long before its own optimum fits.
 
 **More epochs.** Where one rerun a value does not fit, the graph has no backward, or the bound for any schedule still
 leaves more than the gap, `_epoch_search.py` goes on with any number of reruns, also inside the forward. Where the greedy
-has no plan for it to begin with, `_beam.py` looks for one.
+has no plan for it to begin with, `_beam.py` looks for one; `_ruin.py` makes plans cheaper before the MILP and after it.
 
 After Jain et al., "Checkmate" (MLSys 2020) and Bartan et al., "Moccasin" (ICML 2023); differs in that memory is held
 in rows of a few moments, not of all n².
@@ -41,6 +41,7 @@ in rows of a few moments, not of all n².
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ from gcsolve.solvers._kept import KeptReplay, KeptRun
 from gcsolve.solvers._orders import OrderReplay, best_order
 from gcsolve.solvers._program import Choices, Program, add_overflowing
 from gcsolve.solvers._repair import improve, repair, starts
+from gcsolve.solvers._ruin import rebuilt
 from gcsolve.solvers.anybound import any_schedule_bound
 from gcsolve.solvers.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, ROUNDING, Solution, Status, judged, unanswered
 from gcsolve.solvers.blocks import twins
@@ -65,6 +67,8 @@ BEGIN_SHARE = 0.5
 """Of the time that is then left, for a plan to begin with."""
 FINER_SHARE = 0.1
 """Of the time, for more reruns where one a value fits and is proven to be within the gap of its class."""
+RUIN_SHARE = 0.3
+"""Of the time that is left for them, for more reruns by ruin and repair, before the MILP."""
 LOOSE_GAP = 0.02
 BOUND_SHARE = 0.25
 TIED_ROUNDS = 12
@@ -127,21 +131,30 @@ class Retention:
     ) -> tuple[Sequence[int] | None, _Bounds, str | None]:
         """The same with any number of reruns: (order, bounds, the class in which nothing fits)."""
         replay = OrderReplay(problem)
+        total = problem.total_cost or 1.0
         now = time.perf_counter()
+        proven = False
         if order is None:
             run = replay.run(self.begin) if self.begin else some_plan(problem, now + BEGIN_SHARE * (finish - now))
         else:
             run = replay.run(order)
-            overhead = run.rerun_cost / (problem.total_cost or 1.0)
-            if bounds.gap(ANY_SCHEDULE, overhead) <= gap + ROUNDING:
-                return order, bounds, None
+            proven = bounds.gap(ONE_RERUN, run.rerun_cost / total) <= gap + ROUNDING
             if self.begin is not None:
                 run = best_order([run, replay.run(self.begin)], problem.budget_bytes)
-            if bounds.gap(ONE_RERUN, overhead) <= gap + ROUNDING:
+            if bounds.gap(ANY_SCHEDULE, run.rerun_cost / total) <= gap + ROUNDING:
+                return run.order, bounds, None
+            if proven:
                 finish = min(finish, now + FINER_SHARE * time_limit_s)
-        best = run if run.peak_bytes <= problem.budget_bytes else None
-        search = EpochSearch(problem, best, gap=gap, deadline=finish, any_bound=bounds.any)
+        fits = run.peak_bytes <= problem.budget_bytes
+        if fits:
+            now = time.perf_counter()
+            until = now + RUIN_SHARE * (finish - now)
+            run = rebuilt(replay, run, deadline=until, enough=total * _enough(bounds.any, gap))
+        search = EpochSearch(problem, run if fits else None, gap=gap, deadline=finish, any_bound=bounds.any)
         search.run()
+        if search.best is not None and not search.met() and not proven:
+            enough = total * _enough(max(search.any_bound, search.bound), gap)
+            search.best = rebuilt(replay, search.best, deadline=finish, enough=enough, seed=1)
         found = _Bounds(search.any_bound, search.bound, bounds.one_rerun)
         if search.best is not None:
             return search.best.order, found, None
@@ -316,3 +329,8 @@ class _Search:
             elif not added:
                 program.tighten(run.peak_bytes - self.budget_bytes)
         return False
+
+
+def _enough(bound: float, gap: float) -> float:
+    """The largest overhead that is within `gap` of the bound."""
+    return (bound + gap) / (1.0 - gap) if gap < 1.0 else math.inf
