@@ -51,6 +51,8 @@ class Rehearsed(TorchFunctionMode):
                 "torch.autograd.grad, or plan the submodules beside it: model.part = gcsolve.solve(model.part, ...).module"
             )
         kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch._functorch.predispatch":
+            return func(*args, **kwargs)  # torch's own steps around a vmap; the first one of a process makes one more
         real: list[torch.Tensor] = []
 
         def described(t: torch.Tensor) -> Any:

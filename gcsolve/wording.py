@@ -43,6 +43,11 @@ _CANNOT = (
     ("dynamo-optimized", "a function or module compiled with torch.compile", "Use it uncompiled"),
     ("Dynamo", "torch.cond, or a function compiled with torch.compile", "Use torch.where, or the function uncompiled"),
     ("SyntaxError", "Tensor.random_ with bounds", "Use torch.randint"),
+    (
+        "_C.Generator'>",
+        "a torch.Generator as an argument of an op, which this torch cannot write down",
+        "Update torch (2.13 can), draw from the default generator",
+    ),
     ("being vmapped", "torch.vmap", "Write it with batched ops"),
 )
 

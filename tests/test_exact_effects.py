@@ -26,7 +26,17 @@ import gcsolve
 from gcsolve.errors import TraceError
 from tests import models
 from tests.test_exact import KeepNothing
-from tests.training import Of, assert_built_trains_the_same, assert_same, assert_trains_the_same, call, total, train, x
+from tests.training import (
+    Of,
+    assert_built_trains_the_same,
+    assert_same,
+    assert_trains_the_same,
+    call,
+    since_213,
+    total,
+    train,
+    x,
+)
 
 
 def _two() -> dict[str, nn.Module]:
@@ -126,6 +136,7 @@ class _Draws(nn.Module):
         return self.b(y * torch.rand(x.shape, generator=self.own)).tanh()
 
 
+@since_213
 @pytest.mark.parametrize("same", [True, False])
 def test_several_generators(same: bool) -> None:
     torch.manual_seed(0)
@@ -149,6 +160,7 @@ def test_several_generators(same: bool) -> None:
     assert len(plan.module._gcsolve.cache) == 1  # another generator is no reason to plan again
 
 
+@since_213
 def test_draws_from_a_generator_that_is_given_are_replayed_too() -> None:
     """From its state at the first draw; the generator itself draws once. `poisson` takes it as a positional argument."""
     torch.manual_seed(0)
@@ -257,7 +269,7 @@ HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=since_213 if n == "vmap" else ()) for n in HIDDEN])
 def test_what_a_trace_would_bake_in_is_refused_by_name(name: str) -> None:
     function, message = HIDDEN[name]
     model = Of(function, a=nn.Linear(8, 8), parts=[nn.Linear(8, 8)], compiled=torch.compile(torch.sin, backend="eager"))

@@ -6,11 +6,16 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import gcsolve
 from gcsolve.structure import flatten
+
+since_213 = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch before 2.13 traces this otherwise"
+)
 
 
 def x(*shape: int) -> torch.Tensor:
