@@ -9,7 +9,8 @@ Budgets are shares of the store-all peak above external bytes; "min" is the leas
 `retention` with at most one rerun a value, to a gap of 0.001 %.
 
 `--store` runs `auto` and "one_epoch" on the graphs of `KNOWN` at the budgets given there, and writes
-benchmarks/results/solvers.json and .txt after each graph, whose part there it replaces; with --only it goes on where it was.
+benchmarks/results/solvers.json and .txt after each graph, whose rows there it replaces: --only, --budget and --solver say
+which.
 """
 
 from __future__ import annotations
@@ -202,6 +203,12 @@ def stored() -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"graphs": {}}
 
 
+def merged(old: list[Row], new: list[Row]) -> list[Row]:
+    """`new`, and those of `old` that are of another budget or solver; largest budgets first."""
+    rows = {(row["budget"], row["solver"]): row for row in [*old, *new]}
+    return sorted(rows.values(), key=lambda row: (-float(row["budget"]), row["solver"]))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=Path)
@@ -229,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(text(name, rows[-1]), flush=True)
         if asked.store:
             results: dict[str, Any] = {**stored(), "where": where()}
-            results["graphs"][name] = rows
+            results["graphs"][name] = merged(results["graphs"].get(name, []), rows)
             (RESULTS / "solvers.json").write_text(json.dumps(results, indent=1) + "\n")
             (RESULTS / "solvers.txt").write_text(report(results) + "\n")
 

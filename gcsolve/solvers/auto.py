@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gcsolve.problem import Problem
-from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Solver, judged
+from gcsolve.solvers.base import ANY_SCHEDULE, ROUNDING, Solution, Solver, judged
 from gcsolve.solvers.blocks import Blocks
 from gcsolve.solvers.chen import Chen
 from gcsolve.solvers.greedy import Greedy
@@ -57,18 +57,17 @@ def _rank(solution: Solution) -> tuple[float, int]:
 
 
 def _with_bounds(plan: Solution, proven: Solution, problem: Problem, gap: float) -> Solution:
-    """`plan` with what `retention` proved: where one rerun a value fits, the bound for that class (which a plan with more
-    reruns may beat), and always the bound for any schedule."""
+    """`plan` with what `retention` proved: the bound of its class, unless the plan beats that; and that for any schedule."""
     assert plan.schedule is not None
-    one_rerun = proven.schedule is not None
+    binding = proven.schedule is not None and proven.lower_bound <= plan.overhead + ROUNDING
     return judged(
         plan.solver,
         problem,
         plan.schedule,
         solve_s=0.0,
         gap=gap,
-        lower_bound=proven.lower_bound if one_rerun else proven.any_bound,
-        certificate=proven.certificate if one_rerun else ANY_SCHEDULE,
+        lower_bound=proven.lower_bound if binding else proven.any_bound,
+        certificate=proven.certificate if binding else ANY_SCHEDULE,
         any_bound=proven.any_bound,
     )
 

@@ -111,7 +111,7 @@ class Retention:
             share = ONE_EPOCH_SHARE if self.epochs else 1.0
             search = _Search(replay, problem.budget_bytes, gap, started + share * (finish - started))
             impossible = search.run()
-            bounds = _Bounds(any=search.any_bound, one_rerun=search.bound)
+            bounds = _Bounds(any=search.any_bound, one_rerun=math.inf if impossible == ONE_RERUN else search.bound)
             if search.best is not None:
                 order = order_from_kept(graph, search.best.kept)
         if self.epochs and impossible != ANY_SCHEDULE:
@@ -138,11 +138,12 @@ class Retention:
             run = replay.run(self.begin) if self.begin else some_plan(problem, now + BEGIN_SHARE * (finish - now))
         else:
             run = replay.run(order)
-            proven = bounds.gap(ONE_RERUN, run.rerun_cost / total) <= gap + ROUNDING
             if self.begin is not None:
                 run = best_order([run, replay.run(self.begin)], problem.budget_bytes)
-            if bounds.gap(ANY_SCHEDULE, run.rerun_cost / total) <= gap + ROUNDING:
+            overhead = run.rerun_cost / total
+            if bounds.gap(ANY_SCHEDULE, overhead) <= gap + ROUNDING:
                 return run.order, bounds, None
+            proven = -ROUNDING <= bounds.gap(ONE_RERUN, overhead) <= gap + ROUNDING
             if proven:
                 finish = min(finish, now + FINER_SHARE * time_limit_s)
         fits = run.peak_bytes <= problem.budget_bytes
@@ -191,12 +192,14 @@ class _Bounds:
         return (overhead - bound) / (1.0 + overhead)
 
     def judged(self, solver: str, problem: Problem, order: Sequence[int], started: float, gap: float) -> Solution:
-        """`order` with the bound that says most: that of the largest class that closes the gap, else the tightest."""
+        """`order` with the bound that says most: that of the largest class that closes the gap, else the tightest; but
+        of no class that it beats."""
         schedule = schedule_from_order(problem.graph, order)
         overhead = simulate(problem, schedule).overhead
         classes = (ANY_SCHEDULE, self.any), (ASCENDING, self.ascending), (ONE_RERUN, self.one_rerun)
-        closed = [c for c in classes if overhead - c[1] <= (gap + ROUNDING) * (1.0 + overhead)]
-        certificate, bound = closed[0] if closed else max(classes, key=lambda c: c[1])
+        binding = [c for c in classes if c[1] <= overhead + ROUNDING]
+        closed = [c for c in binding if overhead - c[1] <= (gap + ROUNDING) * (1.0 + overhead)]
+        certificate, bound = closed[0] if closed else max(binding, key=lambda c: c[1])
         return judged(
             solver,
             problem,
