@@ -17,9 +17,9 @@ from gcsolve.simulate import simulate
 from gcsolve.solvers._kept import NEVER, KeptReplay
 from gcsolve.solvers._program import Choices, Program
 from gcsolve.solvers._quiet import quiet
-from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Status
+from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status
 from gcsolve.solvers.minimum import minimum_peak, peak_floor
-from gcsolve.solvers.retention import Retention
+from gcsolve.solvers.retention import Retention, _Bounds
 from tests.graphs import known, layered, training_chain
 from tests.oracles import best_cost, best_kept_cost, droppable, least_kept_peak, play_kept
 from tests.strategies import problems
@@ -195,3 +195,16 @@ def test_stray_lines_of_the_back_end_are_dropped_and_no_others(capfd: pytest.Cap
         os.write(1, b"HighsMipSolverData::stray\nkept\n")
     print("after")
     assert capfd.readouterr().out == "kept\nafter\n"
+
+
+def test_the_bound_of_a_class_that_the_plan_beats_is_not_its_gap():
+    problem = Problem.from_arrays([1.0] * 3, [1] * 3, [(0, 1), (0, 2), (1, 2)], budget_bytes=3)
+    order = (0, 1, 0, 2)  # an overhead of 1/3
+
+    def judged(one_rerun: float) -> Solution:
+        return _Bounds(any=0.1, one_rerun=one_rerun).judged("", problem, order, 0.0, gap=0.01)
+
+    beaten, binding = judged(0.5), judged(0.33)
+    assert (beaten.certificate, beaten.status) == (ANY_SCHEDULE, Status.FEASIBLE)
+    assert beaten.gap == pytest.approx((1 / 3 - 0.1) / (4 / 3))
+    assert (binding.certificate, binding.status) == (ONE_RERUN, Status.OPTIMAL)
