@@ -32,7 +32,7 @@ from gcsolve._torch import (
     storage_key,
     view_like,
 )
-from gcsolve.cost.alone import fits, may_run, run_alone, well_conditioned, zeros
+from gcsolve.cost.alone import SIZED_BY_KERNELS, fits, may_run, run_alone, well_conditioned, zeros
 from gcsolve.cost.base import Roofline
 from gcsolve.cost.devices import DeviceSpec, get_device
 from gcsolve.cost.flops import op_info, signature
@@ -67,7 +67,7 @@ class TrueFakes(FakeTensorMode):
     """The mode for a trace with static shapes.
 
     Args:
-        run: ops may be run here where rules may fail; else torch's rules are taken as they are.
+        run: ops may be run here where rules may fail; else torch's rules are taken as they are (but for an LSTM layer's).
         elsewhere: the step will run on another kind of device than this trace, whose kernels may take other dtypes.
     """
 
@@ -105,7 +105,8 @@ class TrueFakes(FakeTensorMode):
             refused = _refusal(func, args, kwargs, result, self.elsewhere)
             if refused is not None:
                 raise type(refused)(*refused.args)
-        if self.run and isinstance(func, OpOverload) and _doubtful(func, args, kwargs, result):
+        asked = self.run or func in SIZED_BY_KERNELS
+        if asked and isinstance(func, OpOverload) and _doubtful(func, args, kwargs, result):
             like = _kernels_result(func, args, kwargs, result)
             if like is not None and not _lies_alike(like, result):
                 return self._fake(like)

@@ -82,6 +82,19 @@ def test_what_an_lstm_keeps_for_its_backward_is_counted(settings: dict[str, Any]
     assert gcsolve.load_plan(tmp_path / "plan.json", model).schedule == plan.schedule
 
 
+def test_an_lstm_on_meta_is_planned_as_the_real_one() -> None:
+    """What its kernel keeps and works in is all that a plan knows by running it, weights or not."""
+
+    def plan(device: str) -> gcsolve.Plan:
+        layers = nn.LSTM(32, 48, num_layers=2, batch_first=True, device=device)
+        model = Of(lambda m, x: m.layers(x)[0].square().mean(), layers=layers)
+        return gcsolve.solve(model, torch.empty(8, 20, 32, device=device), budget=1.0, solver="store_all")
+
+    real, meta = plan("cpu"), plan("meta")
+    assert real.breakdown["workspace"] > 100_000
+    assert meta.breakdown == real.breakdown
+
+
 def test_an_op_that_neither_rule_nor_kernel_takes_is_refused() -> None:
     with pytest.raises(TraceError, match=r"^RuntimeError: .* at .*test_fakes.py:\d+"):
         gcsolve.solve(OneOp(lambda x: F.conv2d(x, torch.ones(4, 7, 3, 3))), torch.randn(2, 3, 24, 24), budget=1.0)

@@ -31,6 +31,10 @@ _PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "gcsolve"})
 # oneDNN's recurrent layers keep numbers alone, so any buffer of the right size will do.
 _OPAQUE = re.compile(r"(?<!mkldnn_)rnn|lstm|gru|miopen|sparse|quantiz|fbgemm|packed|embedding_bag")
 
+# oneDNN's LSTM layers keep a buffer for their backward and take about as much to work in, most of such a layer's memory,
+# and no rule tells how much: one is run once though the model's weights are on meta, when it is small enough.
+SIZED_BY_KERNELS = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default})
+
 Fill = Callable[[torch.Tensor, str, int], torch.Tensor]  # (fake, device, values an index into something may take)
 
 

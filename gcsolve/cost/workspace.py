@@ -27,7 +27,17 @@ import torch
 from torch import fx
 
 from gcsolve import _torch
-from gcsolve.cost.alone import fits, fresh_output_bytes, is_here, leaves, may_run, run_alone, well_conditioned, zeros
+from gcsolve.cost.alone import (
+    SIZED_BY_KERNELS,
+    fits,
+    fresh_output_bytes,
+    is_here,
+    leaves,
+    may_run,
+    run_alone,
+    well_conditioned,
+    zeros,
+)
 from gcsolve.cost.base import Roofline
 from gcsolve.cost.devices import DeviceSpec
 from gcsolve.cost.flops import fake_arguments, op_info, signature
@@ -57,8 +67,8 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
     Args:
         node: the op.
         device: where it will run.
-        measure: run it once if that device is here and the op is small enough; the global random state, autograd and
-            autocast are untouched. The answer is kept for the process.
+        measure: run it once if that device is here and the op is small enough (one of `SIZED_BY_KERNELS` is run anyway);
+            the global random state, autograd and autocast are untouched. The answer is kept for the process.
 
     Returns:
         bytes, and whether they were measured.
@@ -68,7 +78,7 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
         return Workspace(0, measured=True)
     if device.kind == "cpu" and _is_plain_matmul(node):
         return Workspace(0, measured=True)
-    if measure and is_here(device) and may_run(node):
+    if (measure or target in SIZED_BY_KERNELS) and is_here(device) and may_run(node):
         key = _key(signature(node), device)
         if key in _measured:
             return _measured[key]
