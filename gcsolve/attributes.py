@@ -23,7 +23,7 @@ T = TypeVar("T")
 OWN_STATE = frozenset(vars(nn.Module()))  # parameters, buffers, submodules, hooks, training
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice, type)
-_CODE = (FunctionType, BuiltinFunctionType, MethodType)
+CODE = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def attribute_name(path: str, name: str) -> str:
@@ -49,7 +49,7 @@ def held_tensors(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
         stack = [(attribute_name(path, name), value) for name, value in _own(module).items()]
         while stack:
             name, value = stack.pop()
-            if id(value) in seen or isinstance(value, (*PLAIN, *_CODE, numpy.ndarray)):
+            if id(value) in seen or isinstance(value, (*PLAIN, *CODE, numpy.ndarray)):
                 continue
             seen.add(id(value))
             if isinstance(value, torch.Tensor):
@@ -94,7 +94,7 @@ def token(value: Any, tensor: Callable[[torch.Tensor], Any], seen: set[int]) -> 
         return (float, value.hex())
     if isinstance(value, PLAIN):
         return (type(value), value)
-    if isinstance(value, _CODE):
+    if isinstance(value, CODE):
         return (
             type(value),
             id(value) if not isinstance(value, MethodType) else (id(value.__func__), id(value.__self__)),
@@ -242,7 +242,7 @@ def _setting(name: str, part: str, old: Any, new: Any, module: str) -> Setting:
 
 def _is_object(value: Any) -> bool:
     """Whether a value is a plain object, a config say: neither code nor module nor container."""
-    plain = isinstance(value, (nn.Module, torch.Tensor, torch.Generator, Mapping, list, tuple, set, *PLAIN, *_CODE))
+    plain = isinstance(value, (nn.Module, torch.Tensor, torch.Generator, Mapping, list, tuple, set, *PLAIN, *CODE))
     return hasattr(value, "__dict__") and not plain
 
 

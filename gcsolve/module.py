@@ -19,6 +19,7 @@ from gcsolve._torch import global_module_hooks, transform
 from gcsolve.attributes import OWN_STATE, Setting, attributes_of, identity, set_attribute, token
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
+from gcsolve.hooks import hooks_token
 from gcsolve.runtime import Step
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
 from gcsolve.trace import PREFIX, Trace
@@ -66,10 +67,11 @@ def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template)
         tuple(
             (
                 m.training,
-                *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)),
+                *map(tuple, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)),
             )
             for m in model.modules()
         ),
+        hooks_token(model),
         tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters()),
         tuple((b.shape, b.dtype, b.device) for b in model.buffers()),
         Context.here(),

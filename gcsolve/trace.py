@@ -17,7 +17,6 @@ import torch
 from torch import fx, nn
 
 from gcsolve import batchnorm
-from gcsolve._torch import global_module_hooks
 from gcsolve.attributes import Setting, attributes_of, changed_attribute, plain_attribute, set_attribute
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
@@ -25,10 +24,11 @@ from gcsolve.fakes import TrueFakes, forget_fakes
 from gcsolve.flat import Call, Flat, Seen
 from gcsolve.functions import KeptFunctions
 from gcsolve.heard import heard
+from gcsolve.hooks import HooksRefused, refuse_hooks
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
 from gcsolve.kernels import TargetKernels
 from gcsolve.randomness import StandIns, draws_on_the_host, draws_refused, host_states, set_host_states
-from gcsolve.source import code_name, is_user_file, shown_path
+from gcsolve.source import is_user_file, shown_path
 from gcsolve.structure import Static, Template, flatten, leaf_paths, sources_of, unflatten
 from gcsolve.wording import call_text, subject_text, worded
 
@@ -115,7 +115,7 @@ def trace(
             raise TraceError(f"parameter {name} has no shape yet (a lazy module); call the model once before planning")
     if kernels is not None:
         _refuse_untraceable(model)
-    _refuse_hooks(model)
+    refuse_hooks(model)
     # Export and what it sets in torch are for one thread at a time; a step is one of training, wherever it is planned.
     with _TRACING, _uncollected(), torch.inference_mode(False), torch.enable_grad():
         return _traced(model, args, kwargs, loss, all_outputs, kernels, autocast_backward)
@@ -326,6 +326,7 @@ def _run_on_fakes(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[S
 
 def _run(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(HooksRefused(flat.model))
         stack.enter_context(mode)
         stack.enter_context(mode.dtypes_checked())
         stack.enter_context(stack.enter_context(KeptFunctions()).recording())
@@ -376,36 +377,6 @@ def _refuse_untraceable(model: nn.Module) -> None:
                 "torch leaves out when it traces for a device that is not here: the plan would train another model. Stack "
                 "one-layer modules with nn.Dropout between them, or set dropout=0"
             )
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Hooks of submodules would run once, while tracing; those of the model itself run around every planned forward."""
-    if global_module_hooks():
-        raise TraceError(
-            "hooks for all modules are registered (torch.nn.modules.module.register_module_*_hook), which would not run in "
-            "a planned step; remove them, or put hooks on the model itself or on its parameters"
-        )
-    for name, module in model.named_modules():
-        for kind, hook in () if module is model else _hooks_of(module):
-            raise TraceError(
-                f"submodule {name} ({type(module).__name__}) has the {kind} {code_name(hook)}, which a planned step would not "
-                "call. Remove it, put it on the model itself or on a parameter, make what it computes part of forward, or "
-                "plan the submodules beside it: model.part = gcsolve.solve(model.part, ...).module"
-            )
-
-
-def _hooks_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """(kind, hook) of those whose effect cannot be known: not torch's own, which make a weight from others in forward."""
-    kinds = {
-        "forward hook": module._forward_hooks,
-        "forward pre-hook": module._forward_pre_hooks,
-        "backward hook": module._backward_hooks,
-        "backward pre-hook": module._backward_pre_hooks,
-    }
-    found = [(kind, hook) for kind, hooks in kinds.items() for hook in hooks.values()]
-    return [
-        (kind, hook) for kind, hook in found if not getattr(type(hook), "__module__", "").startswith("torch.nn.utils")
-    ]
 
 
 def _copied(mode: Any, model: nn.Module, generators: dict[int, torch.Generator]) -> nn.Module:
