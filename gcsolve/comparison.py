@@ -286,9 +286,10 @@ def _labels(solvers: Sequence[str | Solver]) -> dict[str, str | Solver]:
     """label -> solver: its name, or its repr (which shows its settings) where two share one."""
     if not isinstance(solvers, Sequence) or isinstance(solvers, str) or not solvers:
         raise ArgumentError(f"solvers={solvers!r} must be a list of at least one solver")
-    names = [get_solver(s).name for s in solvers]
-    labels = [n if names.count(n) == 1 else repr(get_solver(s)) for n, s in zip(names, solvers, strict=True)]
-    return dict(zip(labels, solvers, strict=True))
+    distinct = {id(get_solver(s)): s for s in solvers}  # one asked for twice is run once
+    names = [get_solver(s).name for s in distinct.values()]
+    labels = [n if names.count(n) == 1 else repr(get_solver(s)) for n, s in zip(names, distinct.values(), strict=True)]
+    return dict(zip(labels, distinct.values(), strict=True))
 
 
 def _predicted(session: Session, name: str, asked: Asked, size: int) -> tuple[ComparisonRow, Solution | None]:

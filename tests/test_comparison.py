@@ -145,6 +145,12 @@ def test_two_settings_of_one_solver_are_told_apart() -> None:
     assert found.rows[0].overhead != found.rows[1].overhead
 
 
+def test_a_solver_asked_for_twice_is_run_once() -> None:
+    found = gcsolve.compare(*_case(), budgets=[1.0, 1.0], solvers=("uniform", "store_all", "UNIFORM"))
+    assert found.solvers == ("uniform", "store_all")
+    assert len(found.rows) == 2
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

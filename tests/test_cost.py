@@ -166,6 +166,28 @@ def test_get_cost_by_name_and_by_object():
 # --- devices ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("A100-80GB", "a100-80gb"),
+        ("Apple M3 Max", "m3-max"),
+    ],
+)
+def test_a_device_is_known_by_the_name_on_the_box(given, name):
+    assert get_device(given).name == name
+
+
+def test_a_name_that_several_devices_could_have_lists_them():
+    with pytest.raises(
+        ArgumentError, match=r"device='A100' is not known; a100-40gb or a100-80gb\? known devices: cuda, "
+    ):
+        get_device("A100")
+    with pytest.raises(ArgumentError, match=r"device='nvidia' is not known; known devices: cuda, "):
+        get_device("nvidia")
+
+
 def test_a_rate_that_is_computed_is_what_its_source_says():
     computed = {d.name: re.search(r"(\d+) cores × 128 lanes × 2 × ([\d.]+) GHz", d.source) for d in devices()}
     assert {name for name, found in computed.items() if found} == {"m3", "m3-max", "m3-ultra", "m4", "m4-pro", "m4-max"}

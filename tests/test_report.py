@@ -130,6 +130,14 @@ def test_the_bound_of_a_larger_budget_holds_at_a_smaller_one() -> None:
     pyplot.close("all")
 
 
+def test_what_is_no_axes_is_refused(plan: gcsolve.Plan) -> None:
+    pytest.importorskip("matplotlib.pyplot")
+    with pytest.raises(gcsolve.ArgumentError, match=r"ax='x\.png' is not .*\.figure\.savefig\('x\.png'\) writes it"):
+        plan.plot_memory("x.png")
+    with pytest.raises(gcsolve.ArgumentError, match=r"ax=3 is not matplotlib's Axes"):
+        plan.plot_layers(3)
+
+
 def test_without_matplotlib_the_error_says_what_to_install(plan: gcsolve.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (plan.plot_memory, plan.plot_schedule, plan.plot_layers):

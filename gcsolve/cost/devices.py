@@ -256,7 +256,8 @@ def register_device(spec: DeviceSpec) -> None:
 
 
 def get_device(device: str | DeviceSpec | Any) -> DeviceSpec:
-    """The spec of a device given by name, by torch device ("cuda", "cuda:1", `torch.device`) or as a spec.
+    """The spec of a device given by name ("rtx4090", "NVIDIA RTX 4090"), by torch device ("cuda:1", `torch.device`) or as a
+    spec.
 
     "cuda" is the GPU of this machine: its own memory, and the table's figures for its model. A GPU that the table does
     not know gets the A100's figures (a plan needs their ratios only) and says so in `source`.
@@ -273,8 +274,19 @@ def get_device(device: str | DeviceSpec | Any) -> DeviceSpec:
         return _CPU
     if re.fullmatch(r"cuda(:\d+)?", name):
         return _this_gpu(name)
+    told = _bare(name)
+    alike = [spec for spec in _DEVICES.values() if told and _bare(spec.name.lower()).startswith(told)]
+    for spec in alike:
+        if _bare(spec.name.lower()) == told:
+            return spec
     known = ", ".join(["cuda", *_DEVICES])
-    raise ArgumentError(f"device={device!r} is not known; known devices: {known}")
+    meant = f"; {' or '.join(spec.name for spec in alike)}?" if alike else ";"
+    raise ArgumentError(f"device={device!r} is not known{meant} known devices: {known}")
+
+
+def _bare(name: str) -> str:
+    """A device's name without its maker and what people put between its parts: "nvidia rtx 4090" -> "rtx4090"."""
+    return re.sub(r"nvidia|geforce|tesla|amd|instinct|apple|[\s_-]", "", name)
 
 
 def _this_gpu(name: str) -> DeviceSpec:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gcsolve.budget import size_text
-from gcsolve.errors import MissingBackend
+from gcsolve.errors import ArgumentError, MissingBackend
 from gcsolve.report.colours import BLACK, BLUE, COLOURS, GREEN, ORANGE, PINK, SKY, YELLOW
 from gcsolve.report.timeline import CATEGORIES, Timeline, common_prefix, module_groups, timeline
 from gcsolve.schedule import schedule_from_order
@@ -41,6 +41,12 @@ def _pyplot() -> Any:
 
 def _axes(ax: Any, width: float, height: float) -> Any:
     pyplot = _pyplot()  # so that a missing matplotlib is said, even with an Axes of something else
+    if ax is not None and not hasattr(ax, "add_patch"):
+        raise ArgumentError(
+            f"ax={ax!r} is not matplotlib's Axes; without one a figure is made, and .figure.savefig({ax!r}) writes it"
+            if isinstance(ax, str)
+            else f"ax={ax!r} is not matplotlib's Axes; leave it out, or pass one"
+        )
     if ax is not None:
         return ax
     return pyplot.subplots(figsize=(width, height), layout="constrained", dpi=110)[1]
