@@ -24,6 +24,8 @@ from gcsolve.runtime import Step
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
 from gcsolve.trace import PREFIX, Trace
 
+_SIMPLE = frozenset({bool, int, str, type(None)})  # by far the most, and each its own token
+
 Planner = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Step]
 
 
@@ -60,22 +62,14 @@ class Steps:
 def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> Any:
     """Equal for two calls exactly when one traced step serves both: structure, non-tensor arguments, shapes, strides,
     dtypes, devices, who needs gradients, training flags, hooks, autocast, default dtype and the modules' own settings."""
+    modules = tuple(model.modules())
     return (
         static_key(template, "example_input"),
         tuple(map(_description, tensors)),
         global_module_hooks(),
-        tuple(
-            (
-                m.training,
-                *map(tuple, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)),
-            )
-            for m in model.modules()
-        ),
-        hooks_token(model),
-        tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters()),
-        tuple((b.shape, b.dtype, b.device) for b in model.buffers()),
+        hooks_token(model) if any(m._forward_hooks or m._forward_pre_hooks for m in modules) else (),
         Context.here(),
-        _settings(model),
+        _states(modules),
     )
 
 
@@ -103,21 +97,28 @@ def _early_signature(model: nn.Module, step: Step, tensors: list[torch.Tensor], 
             set_attribute(model, name, held[name])
 
 
-def _settings(model: nn.Module) -> tuple[Any, ...]:
-    """Each submodule's class and its plain attributes (a dropout's p, a norm's eps, an activation function), and what the
-    containers and objects among them hold (a config): what forward may read and a plan has baked in."""
+def _states(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Of each submodule its class, training flag, hooks, what its parameters and buffers are like, and its plain attributes
+    (a dropout's p, a norm's eps, an activation function), with what the containers and objects among them hold (a config):
+    what forward may read and a plan has baked in. This runs in every call."""
     seen: set[int] = set()
     return tuple(
         (
-            type(module),
-            tuple(
-                (name, _description(value) if isinstance(value, torch.Tensor) else token(value, identity, seen))
-                for name, value in sorted(vars(module).items())
-                if name not in OWN_STATE
-            ),
+            type(m),
+            m.training,
+            *map(tuple, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)),
+            tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in m._parameters.values() if p is not None),
+            tuple((b.shape, b.dtype, b.device) for b in m._buffers.values() if b is not None),
+            tuple((name, _setting(value, seen)) for name, value in sorted(vars(m).items()) if name not in OWN_STATE),
         )
-        for module in model.modules()
+        for m in modules
     )
+
+
+def _setting(value: Any, seen: set[int]) -> Any:
+    if type(value) in _SIMPLE:
+        return (type(value), value)
+    return _description(value) if isinstance(value, torch.Tensor) else token(value, identity, seen)
 
 
 def _description(t: torch.Tensor) -> Any:
