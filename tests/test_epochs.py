@@ -109,7 +109,7 @@ def test_more_than_one_rerun_where_it_is_the_only_way():
     backward = [(i, i + 1) for i in range(9, 19)] + [(i, 19 - i) for i in range(9)]
     chain = Problem.from_arrays([1] * 20, [1] * 20, forward + backward, 10, budget_bytes=4)
     assert Retention(epochs=False, find_least=False).solve(chain).schedule is None
-    solution = Retention().solve(chain, gap=0.0)
+    solution = Retention().solve(chain, time_limit_s=600, gap=0.0)
     check(chain, solution)
     assert solution.status is Status.OPTIMAL
     assert solution.schedule is not None
