@@ -197,8 +197,8 @@ def verify(
         repeats: timed forward-backward runs of each, interleaved; 0 skips the timing (times are then 0.0).
 
     Raises:
-        ArgumentError: steps or repeats are no such numbers, or the weights are not real.
-        ArgumentError: steps < 1, the weights are not real, or model and inputs are not on the plan's kind of device.
+        ArgumentError: steps or repeats are no such numbers, the weights are not real, or model and inputs are not on the
+            plan's kind of device.
     """
     steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
