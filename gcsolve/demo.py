@@ -121,11 +121,11 @@ class Training:
         from gcsolve.measure import PeakMeter
 
         torch.set_rng_state(self.generator_state)
-        started = time.perf_counter()
         with PeakMeter() as meter:
+            started = time.perf_counter()
             loss = self.module(self.tokens)
             loss.backward()
-        self.seconds.append(time.perf_counter() - started)
+            self.seconds.append(time.perf_counter() - started)
         self.generator_state = torch.get_rng_state()
         self.losses.append(loss.item())
         if len(self.losses) == 1:
