@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from gcsolve._torch import global_module_hooks, transform
-from gcsolve.attributes import OWN_STATE, Setting, attributes_of, identity, set_attribute, token
+from gcsolve.attributes import OWN_STATE, PLAIN, Setting, attribute_name, attributes_of, identity, set_attribute, token
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.hooks import hooks_token
@@ -24,7 +26,7 @@ from gcsolve.runtime import Step
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
 from gcsolve.trace import PREFIX, Trace
 
-_SIMPLE = frozenset({bool, int, str, type(None)})  # by far the most, and each its own token
+_PLAIN = frozenset(PLAIN)
 
 Planner = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Step]
 
@@ -37,6 +39,7 @@ class Steps:
         self.loss = loss
         self.cache: dict[Any, Step] = {}
         self.settings: list[Setting] = []
+        self.remembered = Remembered()
         self.training = True
 
     def add(self, key: Any, step: Step) -> None:
@@ -46,12 +49,13 @@ class Steps:
     def known(self, model: nn.Module, tensors: list[torch.Tensor], template: Template) -> Step | None:
         """The step planned for such a call, if there is one; where the first call has filled attributes that forward does
         not read (`Trace.filled`), that is the first call's."""
-        key = signature(model, tensors, template)
-        for step in () if key in self.cache else list(self.cache.values()):
+        key = signature(model, tensors, template, self.remembered)
+        found = self.cache.get(key)  # looked up once: hashing a key takes a while
+        for step in () if found else list(self.cache.values()):
             if step.trace.filled and self.cache.get(_early_signature(model, step, tensors, template)) is step:
-                self.cache[key] = step
+                found = self.cache[key] = step
                 break
-        return self.cache.get(key)
+        return found
 
     def set_up(self, model: nn.Module) -> None:
         """Set what the model's first call sets (a flag, an entry of a config) where it is not set yet."""
@@ -59,17 +63,58 @@ class Steps:
             setting.apply(model)
 
 
-def signature(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> Any:
+@dataclass(frozen=True)
+class _Own:
+    """The attributes of a module: their names, the ids of their values, the plain ones, and the names of the rest."""
+
+    names: tuple[str, ...]
+    ids: list[int]
+    values: tuple[Any, ...]  # of the plain ones: as long as they are held on to, no other value has their ids
+    plain: tuple[Any, ...]
+    rest: tuple[str, ...]
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(v) in _PLAIN for v in value))
+
+
+class Remembered:
+    """Of each module its plain attributes as they last were: a call looks for what has changed, by identity.
+
+    Nothing else is held on to: not the tensors that a forward leaves on a module.
+    """
+
+    def __init__(self) -> None:
+        self.of: list[_Own] = []
+
+    def attributes(self, place: int, module: nn.Module) -> _Own:
+        """Those of the module at `place` among the model's."""
+        held = vars(module)
+        names, ids = tuple(held), list(map(id, held.values()))
+        known = self.of[place] if place < len(self.of) else None
+        if known is None or known.ids != ids or known.names != names:
+            own = sorted((name, value) for name, value in held.items() if name not in OWN_STATE)
+            plain = [(name, value) for name, value in own if _is_plain(value)]
+            rest = tuple(name for name, value in own if not _is_plain(value))
+            tokens = tuple((name, token(value, identity, set())) for name, value in plain)
+            known = _Own(names, ids, tuple(value for _, value in plain), tokens, rest)
+            self.of[place : place + 1] = [known]
+        return known
+
+
+def signature(
+    model: nn.Module, tensors: list[torch.Tensor], template: Template, remembered: Remembered | None = None
+) -> Any:
     """Equal for two calls exactly when one traced step serves both: structure, non-tensor arguments, shapes, strides,
     dtypes, devices, who needs gradients, training flags, hooks, autocast, default dtype and the modules' own settings."""
-    modules = tuple(model.modules())
+    modules = list({id(m): m for _, m in walk(model)}.values())
     return (
         static_key(template, "example_input"),
         tuple(map(_description, tensors)),
         global_module_hooks(),
         hooks_token(model) if any(m._forward_hooks or m._forward_pre_hooks for m in modules) else (),
         Context.here(),
-        _states(modules),
+        _states(modules, remembered or Remembered()),
     )
 
 
@@ -97,27 +142,41 @@ def _early_signature(model: nn.Module, step: Step, tensors: list[torch.Tensor], 
             set_attribute(model, name, held[name])
 
 
-def _states(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(path, module) as `model.named_modules(remove_duplicate=False)` gives them, several times faster."""
+    found: list[tuple[str, nn.Module]] = []
+    stack = [("", model)]
+    while stack:
+        path, module = stack.pop()
+        found.append((path, module))
+        stack += [(attribute_name(path, n), m) for n, m in reversed(module._modules.items()) if m is not None]
+    return found
+
+
+def _states(modules: Sequence[nn.Module], remembered: Remembered) -> tuple[Any, ...]:
     """Of each submodule its class, training flag, hooks, what its parameters and buffers are like, and its plain attributes
     (a dropout's p, a norm's eps, an activation function), with what the containers and objects among them hold (a config):
     what forward may read and a plan has baked in. This runs in every call."""
     seen: set[int] = set()
-    return tuple(
-        (
-            type(m),
-            m.training,
-            *map(tuple, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)),
-            tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in m._parameters.values() if p is not None),
-            tuple((b.shape, b.dtype, b.device) for b in m._buffers.values() if b is not None),
-            tuple((name, _setting(value, seen)) for name, value in sorted(vars(m).items()) if name not in OWN_STATE),
+    states = []
+    for place, m in enumerate(modules):
+        own, held = remembered.attributes(place, m), vars(m)
+        hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        states.append(
+            (
+                type(m),
+                m.training,
+                tuple(map(tuple, hooks)) if any(hooks) else (),
+                tuple([(p.shape, p.dtype, p.device, p.requires_grad) for p in m._parameters.values() if p is not None]),
+                tuple([(b.shape, b.dtype, b.device) for b in m._buffers.values() if b is not None]),
+                own.plain,
+                tuple([(name, _setting(held[name], seen)) for name in own.rest]),
+            )
         )
-        for m in modules
-    )
+    return tuple(states)
 
 
 def _setting(value: Any, seen: set[int]) -> Any:
-    if type(value) in _SIMPLE:
-        return (type(value), value)
     return _description(value) if isinstance(value, torch.Tensor) else token(value, identity, seen)
 
 
@@ -172,9 +231,7 @@ class _Planned:
         if torch.is_grad_enabled() and (model.training or not steps.training):
             tensors, template = flatten((args, kwargs), "call")
             _refuse_transforms(tensors)
-            if any(
-                t.requires_grad for t in (*tensors, *model.parameters(), *attributes_of(model, torch.Tensor).values())
-            ):
+            if any(t.requires_grad for t in chain(tensors, model.parameters(), _attributes(model))):
                 return run(model, steps, args, kwargs, tensors, template)
         result = model.forward(*args, **kwargs)
         return result if steps.loss is None else steps.loss(result)
@@ -194,6 +251,10 @@ class _Planned:
         raise CallError(
             "a planned module cannot be pickled; save its state_dict(), or pickle the original model and plan it again"
         )
+
+
+def _attributes(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from attributes_of(model, torch.Tensor).values()
 
 
 def _refuse_transforms(tensors: list[torch.Tensor]) -> None:
@@ -240,9 +301,10 @@ def collect(
     Raises:
         CallError: one of them is on meta, or on the CPU where the step has another device's kernels.
     """
+    modules = walk(model)
     places: dict[str, Callable[[], Any]] = {
-        "param": lambda: dict(model.named_parameters(remove_duplicate=False)),
-        "buffer": lambda: dict(model.named_buffers(remove_duplicate=False)),
+        "param": lambda: {attribute_name(at, name): p for at, m in modules for name, p in m._parameters.items()},
+        "buffer": lambda: {attribute_name(at, name): b for at, m in modules for name, b in m._buffers.items()},
         "constant": lambda: step.trace.joint.constants,
         "input": lambda: tensors,
         "source": lambda: sources,
