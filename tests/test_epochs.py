@@ -122,3 +122,21 @@ def test_building_stops_at_the_deadline():
     search = EpochSearch(random_problem(0).with_budget(0), None, gap=0.0, deadline=-math.inf)
     search.run()
     assert (search.best, search.any_bound, search.infeasible) == (None, 0.0, False)
+
+
+def test_a_search_whose_deadline_is_put_off_goes_on():
+    """It finds what one long run finds."""
+    rerun = 0
+    for seed in range(40):
+        problem = random_problem(seed)
+        long, short = (EpochSearch(problem, None, gap=0.0, deadline=-math.inf) for _ in range(2))
+        short.run()
+        assert short.best is None
+        for search in (long, short):
+            search.deadline = time.perf_counter() + 600
+            search.run()
+        assert (short.infeasible, short.best is None) == (long.infeasible, long.best is None)
+        if long.best is not None and short.best is not None:
+            assert short.best.rerun_cost == pytest.approx(long.best.rerun_cost)
+            rerun += short.best.rerun_cost > 0
+    assert rerun > 5

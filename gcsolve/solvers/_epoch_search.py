@@ -70,8 +70,9 @@ class EpochSearch:
         return self.best.rerun_cost / self.total - max(self.any_bound, self.bound) if self.best else 1.0
 
     def run(self) -> None:
-        """Search until the gap is met, it is proven that nothing fits (`infeasible`), or the deadline strikes."""
-        if not self._add_overflowing(self.replay.run(range(len(self.problem.graph.nodes)))):
+        """Search until the gap is met, it is proven that nothing fits (`infeasible`), or the deadline strikes; once more
+        goes on from there, when the deadline has been put off."""
+        if not self.moments and not self._add_overflowing(self.replay.run(range(len(self.problem.graph.nodes)))):
             return
         finest = self.gap / 4
         abs_gap = max(finest, min(LOOSE_GAP, self.room() / 2))

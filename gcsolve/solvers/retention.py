@@ -133,7 +133,7 @@ class Retention:
         replay = OrderReplay(problem)
         total = problem.total_cost or 1.0
         now = time.perf_counter()
-        proven = False
+        proven, whole = False, finish
         if order is None:
             run = replay.run(self.begin) if self.begin else some_plan(problem, now + BEGIN_SHARE * (finish - now))
         else:
@@ -153,6 +153,10 @@ class Retention:
             run = rebuilt(replay, run, deadline=until, enough=total * _enough(bounds.any, gap))
         search = EpochSearch(problem, run if fits else None, gap=gap, deadline=finish, any_bound=bounds.any)
         search.run()
+        if proven and search.best and bounds.gap(ONE_RERUN, search.best.rerun_cost / total) < -ROUNDING:
+            proven, finish = False, whole  # of the plan that beats that class, nothing is proven
+            search.deadline = finish
+            search.run()
         if search.best is not None and not search.met() and not proven:
             enough = total * _enough(max(search.any_bound, search.bound), gap)
             search.best = rebuilt(replay, search.best, deadline=finish, enough=enough, seed=1)
