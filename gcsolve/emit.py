@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from gcsolve._torch import boxed_graph_module
+from gcsolve.draws import generator_of
 from gcsolve.errors import InvalidSchedule
-from gcsolve.from_fx import Lowered, generator_of
+from gcsolve.from_fx import Lowered
 from gcsolve.joint import Joint
 from gcsolve.schedule import Action, Compute, Schedule
 

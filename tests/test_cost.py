@@ -145,6 +145,27 @@ def test_roofline_takes_the_slower_side_and_the_launch():
     assert model.cost(info()) == 0.0  # a view
 
 
+def test_random_numbers_take_time_of_their_own():
+    """A CPU draws one after the other; a GPU hides it behind the memory."""
+    (node,) = traced(lambda x: torch.native_dropout(x, 0.1, True), torch.randn(4, 100))[:1]
+    drawing = op_info(node)
+    assert drawing.draws == 400
+    assert Roofline(CPU).cost(drawing) == pytest.approx(
+        drawing.bytes_moved / CPU.bandwidth_bytes_per_s + CPU.launch_s + 400 * CPU.draw_s
+    )
+    assert H100.draw_s == 0
+    (plain,) = traced(lambda x: x * 2, torch.randn(4, 100))
+    assert op_info(plain).draws == 0
+    attention = traced(lambda q: aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0], torch.randn(1, 2, 8, 4))
+    assert op_info(the(attention, aten._scaled_dot_product_flash_attention_for_cpu.default)).draws == 0
+
+
+def test_a_safe_softmax_moves_more_than_a_softmax():
+    """It looks for rows that are masked throughout: input and output once more, a mask twice, and a second output."""
+    (node,) = traced(lambda x: aten._safe_softmax(x, -1), torch.randn(10, 100))
+    assert node_bytes_moved(node) == (2 + 3) * 4000 + 2 * 1000
+
+
 def test_get_cost_by_name_and_by_object():
     assert get_cost("auto", H100) == Roofline(H100)
     assert get_cost("flops", H100) == Flops()

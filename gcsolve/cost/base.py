@@ -3,7 +3,7 @@
 | model | unit | cost of an op |
 |---|---|---|
 | `flops` | flops | its FLOPs; without a formula, bytes moved / `BYTES_PER_FLOP` |
-| `roofline` | s | max(FLOPs / peak for the dtype, bytes moved / bandwidth) + launch time; a view: nothing |
+| `roofline` | s | max(FLOPs / peak for the dtype, bytes moved / bandwidth) + launch + random numbers drawn; a view: nothing |
 | `measured` | s | its run on this machine, see `measured.py`; roofline for what cannot be run alone |
 """
 
@@ -26,7 +26,7 @@ class OpInfo:
 
     `target`: the op's name. `flops`: 0 when `has_formula` is False. `bytes_moved`: read + written; 0 for a view.
     `dtype`: of its arithmetic, as in "float32" or "tf32". `device`: type of the device it was traced on. `seconds`: what
-    `register_cost` was told of it, else None. `signature`: equal for two ops that run alike.
+    `register_cost` was told of it, else None. `draws`: random numbers drawn. `signature`: equal for two ops that run alike.
     """
 
     target: str
@@ -36,6 +36,7 @@ class OpInfo:
     dtype: str
     device: str
     seconds: float | None = None
+    draws: int = 0
     signature: str = field(default="", compare=False)
 
 
@@ -75,7 +76,7 @@ class Roofline:
             return 0.0
         compute_s = op.flops / self.device.peak_for(op.dtype)
         memory_s = op.bytes_moved / self.device.bandwidth_bytes_per_s
-        return max(compute_s, memory_s) + self.device.launch_s
+        return max(compute_s, memory_s) + self.device.launch_s + op.draws * self.device.draw_s
 
 
 def _measured(device: DeviceSpec) -> CostModel:

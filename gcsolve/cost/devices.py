@@ -53,6 +53,7 @@ class DeviceSpec:
         allocator_block_bytes: allocations are rounded up to multiples of this.
         kind: "cuda" (ROCm included), "mps" or "cpu": which kernels will run there.
         source: where the figures are from.
+        draw_s: seconds that a random number takes on top, where they are drawn one after the other (a CPU).
 
     Raises:
         ArgumentError: a figure is not a finite number > 0 (bytes: whole), the name is empty, a dtype is not known, or float32
@@ -67,6 +68,7 @@ class DeviceSpec:
     allocator_block_bytes: int = 512
     kind: str = "cuda"
     source: str = "user"
+    draw_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -88,9 +90,10 @@ class DeviceSpec:
                 f"device {self.name!r}: kind={self.kind!r} is not known; known kinds: {', '.join(RESERVES)}"
             )
         number(f"{told}launch_s", self.launch_s)
+        number(f"{told}draw_s", self.draw_s)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory_bytes, self.bandwidth_bytes_per_s, self.launch_s))
+        return hash((self.name, self.memory_bytes, self.bandwidth_bytes_per_s, self.launch_s, self.draw_s))
 
     def peak_for(self, dtype: str) -> float:
         """FLOP/s for that dtype, as in "bfloat16", "tf32" or "float8_e4m3fn"; float32's where the table has none (for 8
@@ -210,6 +213,7 @@ _CPU = DeviceSpec(
     allocator_block_bytes=64,
     kind="cpu",
     source="nominal: constants rounded from measurements on a 2-core AVX2 server",
+    draw_s=7e-9,
 )
 
 _DEVICES: dict[str, DeviceSpec] = {spec.name: spec for spec in (_CPU, *_GPUS)}
@@ -345,10 +349,13 @@ def calibrated(device: str = "cpu") -> DeviceSpec:
         peaks["float16"] = peaks["bfloat16"]
     large = torch.ones(1 << (28 if on_gpu else 24), device=device)
     small = torch.ones(8, device=device)
+    mask = torch.ones(1 << 20, dtype=torch.bool, device=device)
+    own = torch.Generator(device)  # the default one's state is the user's
     return replace(
         spec,
         bandwidth_bytes_per_s=2 * large.nbytes / median_s(lambda: large + large),
         peak_flops=peaks,
         launch_s=median_s(lambda: [small + small for _ in range(100)]) / 100,
         source="measured on this machine",
+        draw_s=0.0 if on_gpu else median_s(lambda: mask.bernoulli_(0.9, generator=own)) / mask.numel(),
     )

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from gcsolve import _torch
 from gcsolve.checks import number
 from gcsolve.cost.base import OpInfo
+from gcsolve.draws import is_random
 from gcsolve.errors import ArgumentError
 
 Shape = Sequence[int]
@@ -65,6 +66,9 @@ def node_bytes_moved(node: fx.Node) -> int:
         picked = max(inputs.values(), key=_bytes, default=None)
         if picked is not None:
             in_bytes += min(_bytes(picked), out_bytes) - _bytes(picked)
+    if getattr(target, "overloadpacket", None) is aten._safe_softmax:
+        # beside the softmax it makes a mask of the input, reads it, and copies the output where rows are not masked
+        return 2 * in_bytes + 3 * out_bytes + 2 * sum(t.numel() for t in outputs)
     return in_bytes + out_bytes
 
 
@@ -89,6 +93,7 @@ def op_info(node: fx.Node) -> OpInfo:
         dtype="none" if kind is None else _arithmetic(node, kind.dtype),
         device="none" if kind is None else kind.device.type,
         seconds=registered(node, "s"),
+        draws=max((t.numel() for t in outputs), default=0) if is_random(node) else 0,
         signature=signature(node),
     )
 
