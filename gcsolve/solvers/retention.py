@@ -330,7 +330,7 @@ class _Search:
                 return False
             added = add_overflowing(program, run, self.budget_bytes)
             if not added and abs_gap > finest:
-                abs_gap = max(finest, abs_gap / 4)
+                abs_gap = finest  # no row is missing: from here on it is the optimum that is wanted
             elif run.peak_bytes <= self.budget_bytes:
                 return False
             elif not added:
