@@ -46,10 +46,12 @@ def on_meta(build: Callable[[], models.Case]) -> models.Case:
         return build()
 
 
-def gpt2(layers: int, width: int, heads: int, batch: int = 8, length: int = 1024) -> models.Case:
+def gpt2(
+    layers: int, width: int, heads: int, batch: int = 8, length: int = 1024, vocabulary: int = 50257
+) -> models.Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, use_cache=False)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, use_cache=False)
     tokens = torch.zeros((batch, length), dtype=torch.int64)
     return GPT2LMHeadModel(config).train(), {"input_ids": tokens, "labels": tokens}, None
 
@@ -189,10 +191,13 @@ def checks(results: dict[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def run_growth(limit_s: float) -> list[dict[str, Any]]:
-    """GPT-2 of small width with more and more layers: seconds to trace and to solve."""
+    """GPT-2 of small width with more and more layers: seconds to trace and to solve.
+
+    With a vocabulary so small that the layers make the peak, few or many.
+    """
     rows = []
     for layers in GROWTH_LAYERS:
-        build = functools.partial(gpt2, layers, 256, 4, 8, 512)
+        build = functools.partial(gpt2, layers, 256, 4, 8, 512, 2048)
         problem, trace_s = traced("", build, None)
         solution = gcsolve.solve_problem(
             problem.with_budget(round(GROWTH_SHARE * problem.budget_bytes)), time_limit_s=limit_s

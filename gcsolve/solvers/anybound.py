@@ -28,6 +28,8 @@ CLOSE = 0.9
 """The MILP is solved at the moments whose relaxation reaches this share of the largest bound so far."""
 EXACT = 3
 """... and at no more of them than this."""
+NODES = 100_000
+"""Branch-and-bound nodes of such a MILP, over its variables: with many values alike it would count for ever."""
 
 
 @dataclass(frozen=True)
@@ -120,4 +122,5 @@ def moment_bound(
             model.add_linear_constraint(held + made >= r[j] if made is not None else held >= r[j])
     model.add_linear_constraint(weighted_sum(terms) <= (budget_bytes - const) / unit_bytes + ROW_SLACK)
     model.minimize(weighted_sum({var: problem.cost[i] * UNITS / total for i, var in r.items()}))
-    return run_model(model, h, time_limit_s=time_limit_s, abs_gap=abs_gap)
+    nodes = max(1, NODES // max(1, model.get_num_variables()))
+    return run_model(model, h, time_limit_s=time_limit_s, abs_gap=abs_gap, nodes=nodes)
