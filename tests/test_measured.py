@@ -76,8 +76,9 @@ def test_the_plans_costs_are_those_in_the_cache(ran):
         lambda text: json.dumps({**json.loads(text), "header": {"device": "another"}}),
         lambda text: text.replace('"seconds": ', '"seconds": -'),
         lambda text: text.replace('"seconds"', '"minutes"'),
+        lambda text: "[" * 100_000,
     ],
-    ids=["cut off", "not ours", "another machine's", "impossible", "other fields"],
+    ids=["cut off", "not ours", "another machine's", "impossible", "other fields", "endless"],
 )
 def test_a_damaged_or_foreign_cache_is_said_and_made_again(ran, damage):
     planned()
@@ -114,6 +115,17 @@ def test_the_file_is_the_devices_torchs_and_the_threads(monkeypatch):
     monkeypatch.setattr(measured, "_processor", lambda: "another")
     assert len({one, two, three, OpCache.of(CPU).path}) == 4
     assert one.parent == cache_directory()
+
+
+def test_a_user_without_a_home_directory_has_a_cache_among_temporary_files(monkeypatch, tmp_path):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_directory() == tmp_path / "gcsolve"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
+    assert cache_directory().is_relative_to(tmp_path / "tmp")
 
 
 def test_sampling_ends_when_the_three_fastest_agree(monkeypatch):

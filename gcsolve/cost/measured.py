@@ -195,8 +195,12 @@ def _cuda_seconds(run: Callable[[], Any], calls: int) -> float:
 
 
 def cache_directory() -> Path:
-    """Where the user's caches live: $XDG_CACHE_HOME, else the platform's usual place."""
-    home = Path.home()
+    """Where the user's caches live: $XDG_CACHE_HOME, else the platform's usual place; for a user who has no home directory,
+    in the folder for temporary files."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path(tempfile.gettempdir()) / f"gcsolve-{getattr(os, 'getuid', int)()}"
     usual = {"darwin": home / "Library" / "Caches", "win32": Path(os.environ.get("LOCALAPPDATA", home / "AppData"))}
     base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, home / ".cache")
     return Path(base) / "gcsolve"
@@ -242,7 +246,7 @@ class OpCache:
             return {key: _checked(run) for key, run in found["ops"].items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             warnings.warn(f"the cache of measured ops {self.path} is ignored and made again: {error}", stacklevel=2)
             return {}
 
