@@ -191,6 +191,7 @@ def _devices(_: argparse.Namespace) -> None:
                 tera(spec.peak_flops.get(dtype))
                 for dtype in ("float8", "bfloat16", "float16", "tf32", "float32", "float64")
             ),
+            f"{spec.launch_s * 1e6:g}",
             spec.source,
         ]
         for spec in devices()
@@ -205,9 +206,10 @@ def _devices(_: argparse.Namespace) -> None:
         "tf32",
         "fp32",
         "fp64",
-        "source of the figures (TFLOP/s, dense)",
+        "launch µs",
+        "source of the figures (TFLOP/s, dense; launch: the usual time between two small kernels in eager PyTorch)",
     ]
-    _print_table(heads, rows, right=range(1, 9))
+    _print_table(heads, rows, right=range(1, 10))
 
 
 # --- words to values -------------------------------------------------------------------------------------------------

@@ -157,7 +157,9 @@ _GPUS = (
         (209.5, 209.5, 104.8, 104.8, 1.64, 419),
         f"{_NV} RTX Blackwell architecture whitepaper ({_SIXTY_FOURTH})",
     ),
-    _gpu("a10", 24, 600, (125, 125, 62.5, 31.2, 0.976, 0), f"{_NV} A10 datasheet (float64: 1/32 of float32)"),
+    _gpu(
+        "a10", 24, 600, (125, 125, 62.5, 31.2, 0.488, 0), f"{_NV} A10 datasheet and GA102 whitepaper ({_SIXTY_FOURTH})"
+    ),
     _gpu("l4", 24, 300, (121, 121, 60, 30.3, 0.473, 242.5), f"{_NV} L4 datasheet ({_HALVED}; {_SIXTY_FOURTH})"),
     _gpu("l40s", 48, 864, (362.05, 362.05, 183, 91.6, 1.43, 733), f"{_NV} L40S datasheet ({_SIXTY_FOURTH})"),
     _gpu("a100-40gb", 40, 1555, (312, 312, 156, 19.5, 9.7, 0), f"{_NV} A100 datasheet, SXM 40 GB"),
