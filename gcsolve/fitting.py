@@ -154,9 +154,11 @@ def fit(
         >>> gcsolve.fit(mlp, range(1, 20000), device="rtx4090", budget="40MB").largest_batch is not None
         True
     """
+    if _is_number(budget):
+        raise ArgumentError(
+            f'budget={budget!r} is a share of a peak that differs by batch size; give a size, as in "20GiB", or budget_gb=20'
+        )
     check_budget(budget_gb, budget)
-    if budget is not None and not isinstance(budget, str):
-        raise ArgumentError(f"budget={budget!r} is a share of a peak that differs by batch size; give a size")
     check_limits(time_limit_s, gap)
     get_solver(solver)
     sizes = _checked(batches)
@@ -180,6 +182,14 @@ def fit(
     for batch in _searched(sizes, found, memory) if isinstance(batches, range) else sizes:
         found[batch] = tried(batch)
     return Fit(*memory[0], tuple(found[b] for b in sorted(found)))
+
+
+def _is_number(budget: Any) -> bool:
+    try:
+        float(budget)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _checked(batches: Iterable[int]) -> list[int]:

@@ -148,7 +148,9 @@ def test_a_factory_that_cannot_be_on_meta_is_called_again() -> None:
             {"device": "rtx4090"},
             r"the factory .*<lambda>\(batch=1\) raised TypeError at .*test_fit.py:\d+: empty\(\)",
         ),
-        (factory(4), {"budget": 0.5}, "give a size"),
+        (factory(4), {"budget": 0.5}, "budget=0.5 is a share of a peak .* give a size"),
+        (factory(4), {"budget": "0.5"}, "budget='0.5' is a share of a peak .* give a size"),
+        (factory(4), {"budget": [1]}, r"budget=\[1\] must be"),
     ],
 )
 def test_what_is_refused(made, options, text) -> None:
