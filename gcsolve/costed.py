@@ -15,7 +15,7 @@ from gcsolve.cost.base import CostModel, OpInfo
 from gcsolve.cost.devices import DeviceSpec
 from gcsolve.cost.flops import op_info
 from gcsolve.cost.measured import Measured, MeasuredTable
-from gcsolve.cost.workspace import Workspace, workspace
+from gcsolve.cost.workspace import Workspace, library_bytes, workspace
 from gcsolve.from_fx import Lowered, clean, lower
 from gcsolve.graph import Graph
 from gcsolve.joint import Joint
@@ -23,6 +23,9 @@ from gcsolve.optimizer import OptimizerMemory, optimizer_memory
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.trace import Trace
+
+LIBRARY_BUFFERS = "library buffers"
+"""The external kind of `library_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,8 @@ def costed(
         taken = optimizer_memory(optimizer, model.parameters(), device.kind, round_bytes)
         attributes = [t for name, t in attributes_of(model, torch.Tensor).items() if name not in trace.replaced]
         outside = external(model, inputs, trace.joint, attributes, taken, accumulate, round_bytes)
-        lowered = lower(trace, outside, round_bytes, space)
+        libraries = library_bytes(trace.joint.graph_module.graph.nodes, device)
+        lowered = lower(trace, (*outside, (LIBRARY_BUFFERS, libraries)), round_bytes, space)
         lowered = replace(lowered, graph=_with_optimizer_step(lowered.graph, taken.step_bytes, accumulate))
     else:
         lowered = lower(trace, (), round_bytes, space)

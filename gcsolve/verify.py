@@ -17,7 +17,7 @@ from torch import nn
 from gcsolve.budget import size_text
 from gcsolve.checks import whole
 from gcsolve.cost.devices import DeviceSpec
-from gcsolve.costed import storage_bytes
+from gcsolve.costed import LIBRARY_BUFFERS, storage_bytes
 from gcsolve.errors import ArgumentError
 from gcsolve.measure import PeakMeter, interleaved_times
 from gcsolve.optimizer import make_optimizer
@@ -150,7 +150,8 @@ class _Runner:
     def external_bytes(self) -> int:
         states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
         constants = self.plan.costed.trace.joint.constants.values()
-        return storage_bytes((*self.model.parameters(), *self.model.buffers(), *self.inputs(), *states, *constants))
+        held = storage_bytes((*self.model.parameters(), *self.model.buffers(), *self.inputs(), *states, *constants))
+        return held + dict(self.plan.problem.graph.external).get(LIBRARY_BUFFERS, 0)
 
     def peak_bytes(self) -> int:
         """Peak of one whole step, beginning without gradients, or with those of a step before where the plan counts them."""

@@ -20,7 +20,7 @@ from gcsolve.cost import workspace as workspace_room
 from gcsolve.cost.base import BYTES_PER_FLOP, Flops, OpInfo, Roofline, get_cost
 from gcsolve.cost.devices import DeviceSpec, calibrated, devices, get_device, register_device
 from gcsolve.cost.flops import node_bytes_moved, node_flops, op_info
-from gcsolve.cost.workspace import workspace, workspace_bytes
+from gcsolve.cost.workspace import library_bytes, workspace, workspace_bytes
 from gcsolve.errors import ArgumentError
 from gcsolve.measure import PeakMeter
 
@@ -216,6 +216,16 @@ def test_a_rate_that_is_computed_is_what_its_source_says():
         if found:
             told = int(found[1]) * 128 * 2 * float(found[2]) * 1e9
             assert get_device(name).peak_flops["float32"] == pytest.approx(told, rel=0.005)
+
+
+def test_a_float64_rate_is_the_share_of_float32_that_its_source_says():
+    shares = {d.name: re.search(r"float64: 1/(\d+) of float32", d.source) for d in devices()}
+    assert {name for name, found in shares.items() if found} == {"rtx3090", "rtx4090", "rtx5090", "a10", "l4", "l40s"}
+    for name, found in shares.items():
+        if found:
+            peaks = get_device(name).peak_flops
+            assert int(found[1]) == 64  # of all chips of these families, CUDA's programming guide says
+            assert peaks["float64"] == pytest.approx(peaks["float32"] / 64, rel=0.005)
 
 
 def test_table_is_plausible():
@@ -479,10 +489,21 @@ def test_too_slow_is_estimated(monkeypatch):
 
 
 def test_other_device_is_estimated():
-    (node,) = traced(torch.mm, torch.randn(4, 4), torch.randn(4, 4))
+    node = the(traced(F.conv2d, torch.randn(1, 1, 4, 4), torch.randn(1, 1, 3, 3)), aten.convolution.default)
     found = workspace(node, H100, measure=True)
     assert not found.measured
-    assert found.size_bytes == 32 << 20
+    assert found.size_bytes == 4 * (16 + 9 + 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "mib"), [("a100-80gb", 2 * 8.125), ("h200", 64), ("rtx5090", 64), ("cpu", 0), ("m2", 0)]
+)
+def test_what_matmuls_work_in_lives_through_the_step(device, mib):
+    """cuBLAS has a buffer of each thread that calls it, forward's and backward's, and torch never gives it back."""
+    nodes = traced(torch.mm, torch.randn(4, 4), torch.randn(4, 4))
+    assert library_bytes(nodes, get_device(device)) == mib * 2**20
+    assert workspace_bytes(nodes[0], get_device(device), measure=False) == 0
+    assert library_bytes(traced(torch.exp, torch.randn(4)), get_device(device)) == 0
 
 
 def test_attention_backward_for_a_gpu_that_is_not_here():

@@ -103,7 +103,7 @@ def _arithmetic(node: fx.Node, dtype: torch.dtype) -> str:
     packet = getattr(node.target, "overloadpacket", None)
     if dtype == torch.float32 and (
         (packet in _CONVOLUTIONS and torch.backends.cudnn.allow_tf32)
-        or (packet in _MATMULS and torch.get_float32_matmul_precision() != "highest")
+        or (packet in MATMULS and torch.get_float32_matmul_precision() != "highest")
     ):
         return "tf32"
     return str(dtype).removeprefix("torch.")
@@ -220,7 +220,7 @@ def _written(node: fx.Node) -> list[torch.Tensor]:
 
 aten = torch.ops.aten
 
-_MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten.mv, aten.addmv})
+MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten.mv, aten.addmv})
 _CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 _PICKS_ROWS = frozenset(
     {aten.embedding, aten.gather, aten.index, aten.index_select, aten.slice_scatter, aten.select_scatter}

@@ -11,15 +11,16 @@ run once with made-up tensors and its allocator events are read; nothing is assu
 | attention backward, CUDA | float32 gradient of the query, one float32 a row, expanded gradients of grouped heads |
 | sort, topk, index_put, embedding backward | sorted copies of keys and indices |
 | elementwise, CPU, operands of several dtypes | the operands cast to the result's dtype |
-| matmul, CUDA | cuBLAS's own buffer: 8320 KiB, 32 MiB from Hopper on (torch's defaults) |
 | anything else | 0 |
+
+What a matmul on CUDA works in is not given back: `library_bytes`, which live through every step.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ from gcsolve.cost.alone import (
 )
 from gcsolve.cost.base import Roofline
 from gcsolve.cost.devices import DeviceSpec
-from gcsolve.cost.flops import fake_arguments, op_info, signature
+from gcsolve.cost.flops import MATMULS, fake_arguments, op_info, signature
 from gcsolve.measure import peak_of_events
 
 aten = torch.ops.aten
@@ -150,9 +151,26 @@ def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> int:
     return peak_of_events(events)[0]
 
 
-# --- estimating ------------------------------------------------------------------------------------------------------
+# --- what libraries keep ---------------------------------------------------------------------------------------------
 
 _MIB = 1 << 20
+
+# torch's defaults (hipBLAS's and hipBLASLt's together on the MI300X); other devices: 8320 KiB.
+_BLAS_BUFFER_BYTES = {
+    **dict.fromkeys(("h100-pcie", "h100-sxm", "h200", "b200", "rtx5090"), 32 * _MIB),
+    "mi300x": (128 + 76) * _MIB,
+}
+
+
+def library_bytes(nodes: Iterable[fx.Node], device: DeviceSpec) -> int:
+    """What libraries have taken from the device's allocator by the end of a first step and keep: on CUDA, a buffer in which
+    cuBLAS works for each thread that calls it. One thread runs forward, another backward."""
+    if device.kind != "cuda" or not any(getattr(n.target, "overloadpacket", None) in MATMULS for n in nodes):
+        return 0
+    return 2 * _BLAS_BUFFER_BYTES.get(device.name, 8320 << 10)
+
+
+# --- estimating ------------------------------------------------------------------------------------------------------
 
 
 def _estimate(node: fx.Node, device: DeviceSpec) -> int:
@@ -171,12 +189,6 @@ def _convolution(node: fx.Node, device: DeviceSpec) -> int:
     tensors = [*leaves((args, kwargs)), *leaves(node.meta.get("val"))]
     total = sum(_size(t) for t in tensors)
     return total if device.kind == "cpu" else min(total, 256 * _MIB)
-
-
-def _matmul(_node: fx.Node, device: DeviceSpec) -> int:
-    if device.kind != "cuda":
-        return 0
-    return 32 * _MIB if device.name in ("h100-pcie", "h100-sxm", "h200", "b200") else 8320 << 10
 
 
 def _attention_backward(node: fx.Node, device: DeviceSpec) -> int:
@@ -221,10 +233,6 @@ def _casts(node: fx.Node, device: DeviceSpec) -> int:
 _ESTIMATES: dict[Any, Callable[[fx.Node, DeviceSpec], int]] = {
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution,
-    aten.mm: _matmul,
-    aten.addmm: _matmul,
-    aten.bmm: _matmul,
-    aten.baddbmm: _matmul,
     aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
     aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
