@@ -3,8 +3,8 @@
 GPT-2 medium, a Llama of 1B's shape (flash attention) and ResNet-50, random weights in bf16, nothing to download; plans at
 70, 50 and 35 % of the store-all peak. For each: predicted peak against `torch.cuda.max_memory_allocated` (and what
 `max_memory_reserved` says), the step's time against eager, one checkpoint a block and uniform √n (CUDA events,
-interleaved, medians), gradients against eager within what two eager runs differ by, and the roofline's and the measured
-costs against the step's real time.
+interleaved, medians), gradients against eager within what eager runs differ by, what libraries keep of torch's memory
+(cuBLAS's buffers), and the roofline's and the measured costs against the step's real time.
 
 Prints a table and JSON, and writes both to benchmarks/results/gpu_check.txt and .json with device and date. The exit
 status is 1 when a check fails. `--device cpu --quick` runs the same on a small model without a GPU and writes nothing.
@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import json
 import platform
 import statistics
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -33,13 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gcsolve
 from benchmarks import models
-from gcsolve.costed import storage_bytes
+from gcsolve.costed import LIBRARY_BUFFERS, storage_bytes
 from gcsolve.measure import PeakMeter
 from gcsolve.report.tables import text_table
 
 RESULTS = Path(__file__).parent / "results"
 FRACTIONS = (0.7, 0.5, 0.35)
 RIVALS = ("blocks", "uniform_sqrt")
+SOLVE_S = 5.0  # a budget: nine of them are a fifth of the four minutes
+EAGER_RUNS = 4  # how far apart a step's gradients are differs from one pair of runs to the next
 
 FULL: dict[str, Callable[[], models.Case]] = {
     "gpt2-medium": functools.partial(models.gpt2, layers=24, width=1024, batch=8, length=1024),
@@ -59,6 +63,8 @@ class Machine:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.is_gpu = self.device.type == "cuda"
+        if self.is_gpu and self.device.index is not None:
+            torch.cuda.set_device(self.device)
         self.name = torch.cuda.get_device_name() if self.is_gpu else f"CPU ({platform.machine()})"
 
     def peak(self, run: Callable[[], Any], always: int) -> tuple[int, int]:
@@ -74,6 +80,11 @@ class Machine:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+    def allocated(self) -> int:
+        """Bytes that torch's allocator has given out; 0 where no counter says."""
+        gc.collect()
+        return torch.cuda.memory_allocated() if self.is_gpu else 0
 
     def seconds(self, run: Callable[[], Any]) -> float:
         if not self.is_gpu:
@@ -126,17 +137,18 @@ class Case:
         self.step(module)()
         for b, old in zip(self.model.buffers(), buffers, strict=True):
             b.copy_(old)
-        return [p.grad.float() for p in self.model.parameters() if p.grad is not None]
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def always_bytes(self) -> int:
+    def always_bytes(self, rounded_to: int = 1) -> int:
         inputs = self.example.values() if isinstance(self.example, dict) else self.example
-        return storage_bytes((*self.model.parameters(), *self.model.buffers(), *inputs))
+        always = (*self.model.parameters(), *self.model.buffers(), *inputs)
+        return storage_bytes(always, lambda size: -(-size // rounded_to) * rounded_to)
 
 
 def apart(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     """Largest difference of two sets of gradients, over the largest entry."""
     scale = max(float(x.abs().max()) for x in a) or 1.0
-    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True)) / scale
+    return max(float((x.float() - y.float()).abs().max()) for x, y in zip(a, b, strict=True)) / scale
 
 
 def run_model(name: str, case: Case, machine: Machine, repeats: int) -> dict[str, Any]:
@@ -148,18 +160,23 @@ def run_model(name: str, case: Case, machine: Machine, repeats: int) -> dict[str
     refused: dict[str, str] = {}
     for fraction in FRACTIONS:
         try:
-            plans[f"{fraction:.0%}"] = base.at(budget=fraction, time_limit_s=10, progress=False)
+            plans[f"{fraction:.0%}"] = base.at(budget=fraction, time_limit_s=SOLVE_S, progress=False)
         except gcsolve.InfeasibleBudget as error:
             refused[f"{fraction:.0%}"] = str(error)
     for rival in RIVALS:
         solution = gcsolve.solve_problem(base.problem.with_budget(1), rival)
         plans[rival] = base.session.planned(solution, solution.peak_bytes, base.asked)
 
-    eager = case.gradients(case.model)
-    noise = apart(eager, case.gradients(case.model))
-    away = {label: apart(eager, case.gradients(plan.module)) for label, plan in plans.items()}
+    eager = [case.gradients(case.model) for _ in range(EAGER_RUNS)]
+    noise = max(apart(a, b) for a, b in itertools.combinations(eager, 2))
+    away = {}
+    for label, plan in plans.items():
+        gradients = case.gradients(plan.module)
+        away[label] = min(apart(one, gradients) for one in eager)
+        del gradients
     case.model.zero_grad(set_to_none=True)
     del eager
+    kept = machine.allocated() - case.always_bytes(rounded_to=512)
     peaks = {}
     for label, module in {"eager": case.model, **{k: p.module for k, p in plans.items()}}.items():
         case.step(module)()  # libraries take what they keep now
@@ -187,6 +204,10 @@ def run_model(name: str, case: Case, machine: Machine, repeats: int) -> dict[str
         "model": name,
         "rows": rows,
         "refused": refused,
+        "libraries": {
+            "kept_bytes": kept if machine.is_gpu else 0,
+            "predicted_bytes": dict(base.problem.graph.external)[LIBRARY_BUFFERS],
+        },
         "eager": {"step_s": times["eager"], "allocated_bytes": peaks["eager"][0], "noise": noise},
         "costs": {
             "roofline_s": base.problem.total_cost,
@@ -216,7 +237,9 @@ def dearest(roofline: Any, measured: Any, most: int = 8) -> list[Row]:
 
 def checks(results: list[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
     for found in results:
-        for row in found["rows"]:
+        if "error" in found:
+            yield f"{found['model']}: runs", False
+        for row in found.get("rows", ()):
             at = f"{found['model']}, {row['plan']}"
             yield (
                 f"{at}: peak within -1 .. +2 % of measured",
@@ -231,19 +254,25 @@ def checks(results: list[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
             )
 
 
-def report(results: list[dict[str, Any]], machine: Machine) -> str:
+def report(results: list[dict[str, Any]], machine: Machine, seconds: float) -> str:
     heads = ("plan", "predicted MB", "allocated MB", "reserved MB", "step s", "x eager", "overhead", "predicted", "by ops",
              "gradients apart")  # fmt: skip
     lines = [
-        f"gcsolve {gcsolve.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}, {machine.name}, {date.today()}"
+        f"gcsolve {gcsolve.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}, {machine.name}, {date.today()}, "
+        f"{seconds:.0f} s in all"
     ]
     for found in results:
+        if "error" in found:
+            lines += ["", f"## {found['model']}", "", found["error"]]
+            continue
         eager, costs = found["eager"], found["costs"]
         lines += [
             "",
             f"## {found['model']}",
             "",
-            f"eager: {eager['allocated_bytes'] / 1e6:.1f} MB, {eager['step_s']:.4f} s, two runs {eager['noise']:.2g} apart",
+            f"eager: {eager['allocated_bytes'] / 1e6:.1f} MB, {eager['step_s']:.4f} s, runs up to {eager['noise']:.2g} apart; "
+            f"libraries keep {found['libraries']['kept_bytes'] / 1e6:.1f} MB, "
+            f"{found['libraries']['predicted_bytes'] / 1e6:.1f} predicted",
             "",
             text_table(heads, [cells(row, eager) for row in found["rows"]], right=range(1, len(heads))),
             *(f"{label}: no plan: {text}" for label, text in found["refused"].items()),
@@ -284,12 +313,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU is visible here; --device cpu --quick runs the same on a small model")
-    machine = Machine(arguments.device)
+    machine, began = Machine(arguments.device), time.perf_counter()
     results = []
     for name, factory in (SMALL if arguments.quick else FULL).items():
-        results.append(run_model(name, Case(factory(), machine), machine, arguments.repeats))
+        try:
+            results.append(run_model(name, Case(factory(), machine), machine, arguments.repeats))
+        except Exception:  # a GPU is lent for minutes: the other models' figures are not to be lost
+            results.append({"model": name, "error": traceback.format_exc()})
         gc.collect()
-    text = report(results, machine)
+    text = report(results, machine, time.perf_counter() - began)
     print(text)
     print(json.dumps(results))
     if machine.is_gpu and not arguments.quick:
