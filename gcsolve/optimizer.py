@@ -14,7 +14,9 @@ from gcsolve import _torch
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.measure import peak_of_events
 
-_SMALL, _LARGE = 1024, 4096
+# 8-bit optimizers hold the states of parameters of fewer elements than this in 32 bits (bitsandbytes, torchao).
+_QUANTIZED_FROM = 4096
+_SMALL, _LARGE = 2 * _QUANTIZED_FROM, 8 * _QUANTIZED_FROM
 _FEW, _MANY = 4, 8
 _LOOPS_BY_DEFAULT = frozenset(
     {"Adafactor"}
@@ -47,8 +49,9 @@ def optimizer_memory(
 
     Returns:
         bytes. State that grows with a parameter's elements and state that does not are told apart by two tiny sizes of
-        each dtype; temporaries of all parameters at once and of one after the other by one, four and eight tensors. Sizes
-        that go with a matrix's rows or columns (Adafactor) are counted as if they went with its elements.
+        each dtype, and by two below 4096 elements; temporaries of all parameters at once and of one after the other by one,
+        four and eight tensors. Sizes that go with a matrix's rows or columns (Adafactor) are counted as if they went with its
+        elements.
 
     Raises:
         ArgumentError: it is none of these, or the class cannot be made with only a learning rate (pass an instance), or
@@ -71,7 +74,7 @@ def optimizer_memory(
     for dtype in sorted({p.dtype for p in stepped}, key=str):
         ours = [p.numel() for p in stepped if p.dtype == dtype]
         growth = _Growth.of(optimizer, dtype, kind)
-        state += sum(round_bytes(round(slope * n + fixed)) for n in ours for slope, fixed in growth.state)
+        state += sum(round_bytes(size) for n in ours for size in growth.state_bytes(n))
         temporaries = max(temporaries, growth.temporaries(ours))
     master = sum(round_bytes(p.numel() * p.element_size()) for p in masters)
     return OptimizerMemory(state, master, temporaries + master)  # master gradients come and go within a step
@@ -147,13 +150,18 @@ def _as_on(kind: str, of: type, settings: dict[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Growth:
     """How an optimizer's bytes grow for one dtype. `state`: (bytes an element, bytes besides) of each state tensor of a
-    parameter. Temporaries, in bytes an element: `of_all` parameters, `of_one` being stepped, `of_last` stepped before it
-    (a loop's variables live until they are bound again)."""
+    parameter, `few_state` of one with fewer than `_QUANTIZED_FROM` elements. Temporaries, in bytes an element: `of_all`
+    parameters, `of_one` being stepped, `of_last` stepped before it (a loop's variables live until they are bound again)."""
 
     state: tuple[tuple[float, float], ...]
+    few_state: tuple[tuple[float, float], ...]
     of_all: float
     of_one: float
     of_last: float
+
+    def state_bytes(self, n: int) -> list[int]:
+        """Bytes of each state tensor of a parameter of `n` elements."""
+        return [round(slope * n + fixed) for slope, fixed in (self.few_state if n < _QUANTIZED_FROM else self.state)]
 
     def temporaries(self, sizes: Sequence[int]) -> int:
         """Bytes for parameters of so many elements, in this order."""
@@ -165,14 +173,26 @@ class _Growth:
         small, one_small = _tried(optimizer, dtype, _SMALL, 1, kind)
         large, one_large = _tried(optimizer, dtype, _LARGE, 1, kind)
         step = _LARGE - _SMALL
-        state = tuple(((b - a) / step, a - (b - a) / step * _SMALL) for a, b in zip(small, large, strict=True))
+        few, more = (_tried(optimizer, dtype, n, 1, kind)[0] for n in (_QUANTIZED_FROM // 4, _QUANTIZED_FROM // 2))
         one = (one_large - one_small) / step
-        few, many = (
+        of_few, of_many = (
             (_tried(optimizer, dtype, _LARGE, n, kind)[1] - _tried(optimizer, dtype, _SMALL, n, kind)[1]) / step
             for n in (_FEW, _MANY)
         )
-        of_all = max(0.0, (many - few) / (_MANY - _FEW))
-        return cls(state, of_all, max(0.0, one - of_all), max(0.0, few - one - (_FEW - 1) * of_all))
+        of_all = max(0.0, (of_many - of_few) / (_MANY - _FEW))
+        return cls(
+            _lines(_SMALL, small, _LARGE, large),
+            _lines(_QUANTIZED_FROM // 4, few, _QUANTIZED_FROM // 2, more),
+            of_all,
+            max(0.0, one - of_all),
+            max(0.0, of_few - one - (_FEW - 1) * of_all),
+        )
+
+
+def _lines(n: int, first: list[int], m: int, second: list[int]) -> tuple[tuple[float, float], ...]:
+    """(slope, offset) of each line through the sizes at `n` and at `m` elements."""
+    slopes = [(b - a) / (m - n) for a, b in zip(first, second, strict=True)]
+    return tuple((slope, a - slope * n) for slope, a in zip(slopes, first, strict=True))
 
 
 def _tried(optimizer: Any, dtype: torch.dtype, n: int, count: int, kind: str) -> tuple[list[int], int]:
@@ -201,6 +221,15 @@ def _tried(optimizer: Any, dtype: torch.dtype, n: int, count: int, kind: str) ->
     away = kind == "cuda" and not (made.defaults.get("fused") or made.defaults.get("capturable"))
     found: dict[int, int] = {}
     for t in made.state[parameters[0]].values():
-        if isinstance(t, torch.Tensor) and not (away and t.dim() == 0):
-            found.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+        for part in () if away and isinstance(t, torch.Tensor) and t.dim() == 0 else plain_tensors(t):
+            found.setdefault(part.untyped_storage().data_ptr(), part.untyped_storage().nbytes())
     return list(found.values()), peak_of_events(events)[0]
+
+
+def plain_tensors(state: Any) -> list[torch.Tensor]:
+    """What one of an optimizer's states is made of: nothing (a number), itself, or the tensors that a subclass wraps (codes
+    and scales of 8 bits)."""
+    if not isinstance(state, torch.Tensor):
+        return []
+    flatten = getattr(state, "__tensor_flatten__", None)
+    return [state] if flatten is None else [t for name in flatten()[0] for t in plain_tensors(getattr(state, name))]

@@ -20,7 +20,7 @@ from gcsolve.cost.devices import DeviceSpec
 from gcsolve.costed import LIBRARY_BUFFERS, storage_bytes
 from gcsolve.errors import ArgumentError
 from gcsolve.measure import PeakMeter, interleaved_times
-from gcsolve.optimizer import make_optimizer
+from gcsolve.optimizer import make_optimizer, plain_tensors
 from gcsolve.plan import Plan
 from gcsolve.structure import flatten
 
@@ -148,7 +148,7 @@ class _Runner:
         self.state = _generator_state(self.device)
 
     def external_bytes(self) -> int:
-        states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        states = [t for s in self.optimizer.state.values() for value in s.values() for t in plain_tensors(value)]
         constants = self.plan.costed.trace.joint.constants.values()
         held = storage_bytes((*self.model.parameters(), *self.model.buffers(), *self.inputs(), *states, *constants))
         return held + dict(self.plan.problem.graph.external).get(LIBRARY_BUFFERS, 0)

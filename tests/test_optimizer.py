@@ -96,6 +96,50 @@ def test_bytes_per_parameter_for_an_optimizer_that_is_not_here() -> None:
         optimizer_memory(optim.LBFGS, parameters())
 
 
+class Codes(torch.Tensor):
+    """A state in 8 bits as torchao holds it: a tensor that wraps its codes and a scale for every 256 of them."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Codes:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class EightBit(optim.Optimizer):
+    """Momentum in 8 bits, of fewer than 4096 elements in 32, as bitsandbytes and torchao do."""
+
+    def __init__(self, parameters: Any, wrapped: bool = False) -> None:
+        super().__init__(parameters, {"wrapped": wrapped})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.state[p]:
+                    continue
+                if p.numel() < 4096:
+                    self.state[p]["momentum"] = torch.zeros(p.shape)
+                    continue
+                codes, scale = torch.zeros(p.shape, dtype=torch.uint8), torch.zeros(p.numel() // 256)
+                parts = {"momentum": Codes(codes, scale)} if group["wrapped"] else {"momentum": codes, "scale": scale}
+                self.state[p].update(parts)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["two tensors", "one that wraps them"])
+def test_states_in_8_bits_are_those_of_parameters_from_4096_elements_on(wrapped: bool) -> None:
+    mine = [nn.Parameter(torch.zeros(n)) for n in (100, 4000, 4096, 1 << 20)]
+    found = optimizer_memory(EightBit(mine, wrapped), mine)
+    assert found.state_bytes == 4 * 4100 + 4096 + 4 * 16 + (1 << 20) + 4 * (1 << 12)
+
+
 class Wide(nn.Module):
     """Weights far larger than activations: the optimizer's step is where the peak sits."""
 
