@@ -120,7 +120,7 @@ class EightBit(optim.Optimizer):
     def __init__(self, parameters: Any, wrapped: bool = False) -> None:
         super().__init__(parameters, {"wrapped": wrapped})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if self.state[p]:
