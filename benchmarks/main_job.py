@@ -124,13 +124,15 @@ def run_budget(label: str, size: int, traced: Any) -> Row:
 def others(plan: Any) -> dict[str, float | None]:
     """Overhead of every other registered solver on the plan's problem; None where it has no plan inside the budget.
 
-    The slow ones get the time that the plan itself took (at least 2 s).
+    The slow ones get the time that the plan itself took (at least 2 s); `retention`, the engine of `auto`, what `auto` got.
     """
+    took_s = max(2.0, plan.solution.solve_s)
     found: dict[str, float | None] = {}
     for name in gcsolve.solvers():
         if name == "auto":
             continue
-        solution = gcsolve.solve_problem(plan.problem, name, time_limit_s=max(2.0, plan.solution.solve_s))
+        limit_s = plan.asked.time_limit_s if name == "retention" else took_s
+        solution = gcsolve.solve_problem(plan.problem, name, time_limit_s=limit_s)
         fits = solution.schedule is not None and solution.peak_bytes <= plan.budget_bytes
         found[name] = solution.overhead if fits else None
     return found
