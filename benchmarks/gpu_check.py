@@ -311,8 +311,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small model; nothing is written")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args(argv)
-    if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error("no GPU is visible here; --device cpu --quick runs the same on a small model")
+    if torch.device(arguments.device).type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("no GPU is visible here; --device cpu --quick runs the same on a small model")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention is what is asked about; some torch prefer cuDNN's
     machine, began = Machine(arguments.device), time.perf_counter()
     results = []
     for name, factory in (SMALL if arguments.quick else FULL).items():
