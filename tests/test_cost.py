@@ -343,6 +343,13 @@ def test_calibrated_is_measured_once():
     assert 1e8 < spec.bandwidth_bytes_per_s < 1e13
 
 
+def test_rates_that_are_not_measured_reach_the_share_that_float16_does():
+    told = {"float32": 10.0, "float16": 100.0, "tf32": 50.0, "float8": 200.0}
+    measured = {"float32": 8.0, "float16": 70.0, "bfloat16": 60.0}
+    assert device_room._reached(told, measured) == {**measured, "tf32": 35.0, "float8": 140.0}
+    assert device_room._reached({"float32": 10.0}, measured) == measured
+
+
 # --- workspace -------------------------------------------------------------------------------------------------------
 
 
