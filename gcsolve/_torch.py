@@ -237,6 +237,16 @@ def storage_key(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def float32_in(backend: str, op: str) -> str:
+    """What torch lets "cuda", "cudnn" or "mkldnn" compute a "matmul" or "conv" of float32 in: "tf32", "bf16", "ieee", "none".
+
+    The older settings (`torch.set_float32_matmul_precision`, `allow_tf32`) set these, and raise when they are read after these
+    were set.
+    """
+    backends: Any = torch.backends
+    return getattr(getattr(backends, backend), op).fp32_precision
+
+
 def disable_autocast() -> contextlib.AbstractContextManager[Any]:
     """No autocast in this block: the casts are already ops of the emitted graphs."""
     return torch._C._DisableAutocast()

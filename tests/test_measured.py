@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,9 @@ def test_the_file_is_the_devices_torchs_and_the_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     three = OpCache.of(CPU).path
     monkeypatch.setattr(measured, "_processor", lambda: "another")
-    assert len({one, two, three, OpCache.of(CPU).path}) == 4
+    four = OpCache.of(CPU).path
+    monkeypatch.setattr(measured, "_settings", lambda: {"deterministic": True})
+    assert len({one, two, three, four, OpCache.of(CPU).path}) == 5
     assert one.parent == cache_directory()
 
 
@@ -287,10 +290,33 @@ def test_bad_registrations_are_refused(arguments, text):
         gcsolve.register_cost(op, fn, **({"unit": unit[0]} if unit else {}))
 
 
-def test_tf32_is_what_torch_lets_a_gpu_do(monkeypatch):
+@pytest.fixture
+def precisions() -> Iterator[Any]:
+    """torch's float32 settings, as they were before."""
+    backends: Any = torch.backends
+    matmul, convolution = backends.cuda.matmul, backends.cudnn.conv
+    before = matmul.fp32_precision, convolution.fp32_precision
+    yield backends
+    matmul.fp32_precision, convolution.fp32_precision = before
+
+
+def test_tf32_is_what_torch_lets_a_gpu_do(precisions):
     (node,) = traced(torch.mm, torch.randn(3, 3), torch.randn(3, 3))
-    assert flops.op_info(node).dtype == "float32"
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert flops.op_info(node).dtype == "tf32"
     conv = the(traced(F.conv2d, torch.randn(1, 1, 4, 4), torch.randn(1, 1, 3, 3)), aten.convolution.default)
+    assert flops.op_info(node).dtype == "float32"
     assert flops.op_info(conv).dtype == "tf32"  # torch's default for convolutions
+    one = OpCache.of(CPU).path
+    precisions.cuda.matmul.fp32_precision = "tf32"  # now torch.get_float32_matmul_precision() raises
+    precisions.cudnn.conv.fp32_precision = "ieee"  # and torch.backends.cudnn.allow_tf32
+    assert flops.op_info(node).dtype == "tf32"
+    assert flops.op_info(conv).dtype == "float32"
+    assert OpCache.of(CPU).path != one
+
+
+def test_tf32_by_torchs_older_setting(precisions):
+    (node,) = traced(torch.mm, torch.randn(3, 3), torch.randn(3, 3))
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert flops.op_info(node).dtype == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -102,8 +102,8 @@ def _arithmetic(node: fx.Node, dtype: torch.dtype) -> str:
     """The dtype's name, or "tf32" for what torch's settings let a GPU do in it."""
     packet = getattr(node.target, "overloadpacket", None)
     if dtype == torch.float32 and (
-        (packet in _CONVOLUTIONS and torch.backends.cudnn.allow_tf32)
-        or (packet in MATMULS and torch.get_float32_matmul_precision() != "highest")
+        (packet in _CONVOLUTIONS and _torch.float32_in("cudnn", "conv") == "tf32")
+        or (packet in MATMULS and _torch.float32_in("cuda", "matmul") == "tf32")
     ):
         return "tf32"
     return str(dtype).removeprefix("torch.")

@@ -7,7 +7,8 @@ model's tensors pass between an op's run in one layer and in the next, so its we
 writes to are not in the caches. An op that cannot be run alone (another library's, or operands beyond a quarter of the
 free memory) is costed by the roofline, and `plan.summary()` names it.
 
-Times and workspaces are kept in the user's cache directory, one file a device, torch version and number of threads.
+Times and workspaces are kept in the user's cache directory, one file a device, torch version, number of threads and set of
+torch's settings that choose kernels.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from gcsolve import _torch
 from gcsolve.cost.alone import (
     fits,
     fresh_output_bytes,
@@ -217,6 +219,19 @@ def _processor() -> str:
     return f"{', '.join(names) or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
+_FLOAT32 = (("cuda", "matmul"), ("cudnn", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+
+
+def _settings() -> dict[str, Any]:
+    """What makes torch run an op by another kernel, or in another precision, than its arguments say."""
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn benchmark": torch.backends.cudnn.benchmark,
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "float32 in": [_torch.float32_in(*of) for of in _FLOAT32],
+    }
+
+
 @dataclass(frozen=True)
 class OpCache:
     """One file: `header` says what its times hold for, `path` where it lies."""
@@ -233,6 +248,7 @@ class OpCache:
             "device": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if on_gpu else _processor(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "kernels": _settings(),
         }
         name = hashlib.sha256(json.dumps(header).encode()).hexdigest()[:16]
         return cls(cache_directory() / f"ops-{name}.json", header)
