@@ -55,7 +55,7 @@ def optimizer_memory(
 
     Raises:
         ArgumentError: it is none of these, or the class cannot be made with only a learning rate (pass an instance), or
-            cannot step without more than gradients (pass its bytes per parameter).
+            does not take these parameters, or cannot step without more than gradients (pass its bytes per parameter).
     """
     parameters = list(parameters)
     trainable = [p for p in parameters if p.requires_grad]
@@ -69,6 +69,8 @@ def optimizer_memory(
         if not 0 <= float(optimizer) < float("inf"):
             raise ArgumentError(f"optimizer={optimizer!r}: bytes per parameter are a finite number ≥ 0")
         return OptimizerMemory(int(float(optimizer) * sum(p.numel() for p in trainable)))
+    if isinstance(optimizer, type):
+        _refuse_unless_taken(optimizer, trainable, kind)
     stepped, masters = _groups(optimizer, parameters)
     state, temporaries = 0, 0
     for dtype in sorted({p.dtype for p in stepped}, key=str):
@@ -78,6 +80,19 @@ def optimizer_memory(
         temporaries = max(temporaries, growth.temporaries(ours))
     master = sum(round_bytes(p.numel() * p.element_size()) for p in masters)
     return OptimizerMemory(state, master, temporaries + master)  # master gradients come and go within a step
+
+
+def _refuse_unless_taken(optimizer: type, trainable: Sequence[torch.Tensor], kind: str) -> None:
+    """A class may take some parameters only (Muon: matrices)."""
+    alike = [torch.nn.Parameter(torch.zeros([1] * dims)) for dims in sorted({p.dim() for p in trainable})]
+    try:
+        if alike:
+            make_optimizer(optimizer, alike, kind)
+    except ValueError as error:
+        raise ArgumentError(
+            f"optimizer={optimizer.__name__} does not take this model's parameters ({error}); pass an instance made of those "
+            "that it takes, or bytes per parameter"
+        ) from error
 
 
 def named_optimizer(optimizer: Any) -> Any:

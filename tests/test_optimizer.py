@@ -96,6 +96,14 @@ def test_bytes_per_parameter_for_an_optimizer_that_is_not_here() -> None:
         optimizer_memory(optim.LBFGS, parameters())
 
 
+def test_a_class_that_takes_matrices_only_says_so() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"optimizer=Muon does not take this model's parameters \(.*2D.*instance made of"
+    ):
+        optimizer_memory(optim.Muon, parameters())
+    assert optimizer_memory(optim.Muon, parameters()[:2]).state_bytes > 0
+
+
 class Codes(torch.Tensor):
     """A state in 8 bits as torchao holds it: a tensor that wraps its codes and a scale for every 256 of them."""
 
