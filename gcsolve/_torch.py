@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -102,6 +103,12 @@ def weights_cast(*, once: bool) -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile(module)` made it."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not loaded: nothing has been compiled
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 _REWRITTEN = re.compile(r"_?upsample_.*|matmul|multi_margin_loss|multilabel_margin_loss_forward")

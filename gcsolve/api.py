@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gcsolve.budget import budget_bytes, check_budget, size_text
-from gcsolve.checks import check_limits
+from gcsolve.checks import check_limits, flag
 from gcsolve.cost.alone import free_memory_bytes, is_here
 from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.cost.devices import DeviceSpec, get_device
@@ -88,9 +88,8 @@ class Settings:
         if grad_outputs not in ("auto", "all"):
             raise ArgumentError(f'grad_outputs={grad_outputs!r} is not known; known: "auto", "all"')
         spec = get_device(_device_of(model) if device is None else device)
-        for name, flag in (("accumulate", accumulate), ("autocast_backward", autocast_backward)):
-            if not isinstance(flag, bool):
-                raise ArgumentError(f"{name}={flag!r} is neither True nor False")
+        for name, value in (("accumulate", accumulate), ("autocast_backward", autocast_backward)):
+            flag(name, value)
         model_cost, state = get_cost(cost, spec), named_optimizer(optimizer)
         return cls(loss, state, scope, spec, model_cost, grad_outputs == "all", accumulate, autocast_backward)
 
@@ -240,7 +239,7 @@ def solve(
         ArgumentError: an argument has a value that cannot be used.
         SolverError: a solver of your own raised, or its answer does not hold.
 
-    Example:
+    Examples:
         >>> import torch, gcsolve
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
         >>> plan = gcsolve.solve(model, torch.randn(256, 64), budget=0.9)

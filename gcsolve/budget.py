@@ -29,10 +29,8 @@ def budget_bytes(budget_gb: Any, budget: Any, store_all_bytes: int) -> int:
             "device's memory; both were given"
         )
     if budget_gb is not None:
-        advice = (
-            ", in GB; the first argument is budget_gb, a fraction of the store-all peak is written budget=0.5, and it"
-        )
-        return int(number("budget_gb", budget_gb, above=0, of=advice) * 10**9)
+        advice = '; it is in GB: a size is written budget="20GiB", a share of the store-all peak budget=0.5'
+        return int(number("budget_gb", budget_gb, above=0, advice=advice) * 10**9)
     if isinstance(budget, str):
         found = _SIZE.fullmatch(budget)
         if not found or found[0].strip().replace(".", "").isdigit():

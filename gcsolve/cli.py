@@ -1,6 +1,6 @@
 """The command line: `gcsolve demo | plan | compare | fit | solvers | devices`, also as `python -m gcsolve`.
 
-What gcsolve refuses ends in one line on standard error and exit status 2.
+What gcsolve refuses ends in one line on standard error and exit status 2; Ctrl-C in one line and status 130.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import gcsolve
+from gcsolve.checks import whole
 from gcsolve.errors import ArgumentError, GcsolveError
 from gcsolve.factory import made_by, named_factory
 
@@ -21,15 +24,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; None: the process's own.
 
     Returns:
-        exit status: 0, or 2 for what gcsolve refuses (argparse itself exits with 2 for words it does not know).
+        exit status: 0, 2 for what gcsolve refuses (argparse itself exits with 2 for words it does not know), 130 when
+        interrupted.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         arguments.run(arguments)
     except GcsolveError as error:
         # One line: texts of several lines (a breakdown) are joined.
         print(f"gcsolve: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("gcsolve: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -38,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="gcsolve",
         description="Train a PyTorch model inside a given amount of memory at the least recomputation.",
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"gcsolve {gcsolve.__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="command")
 
     demo = commands.add_parser("demo", help="plan and train a GPT of GPT-2-small's shape at half its store-all peak")
     demo.add_argument("--budget", default="0.5", help="fraction of the store-all peak, or a size (default: 0.5)")
@@ -116,8 +129,8 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    import gcsolve
-
+    if arguments.verify is not None:
+        whole("--verify", arguments.verify, least=1)
     model, example_input, loss = made_by(named_factory(arguments.target))
     size = {"budget_gb": arguments.budget_gb}
     if arguments.budget is not None:
@@ -131,8 +144,12 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    import gcsolve
+    _refuse_unwritable("--json", arguments.json)
+    _refuse_unwritable("--plot", arguments.plot)
+    if arguments.plot:
+        from gcsolve.report.figures import refuse_unknown_format
 
+        refuse_unknown_format("--plot", arguments.plot)
     model, example_input, loss = made_by(named_factory(arguments.target))
     found = gcsolve.compare(
         model,
@@ -151,8 +168,6 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _fit(arguments: argparse.Namespace) -> None:
-    import gcsolve
-
     found = gcsolve.fit(
         named_factory(arguments.target),
         _batches(arguments.batch),
@@ -169,10 +184,15 @@ def _solvers(_: argparse.Namespace) -> None:
 
     from gcsolve.solvers.registry import SOLVERS
 
+    def first_words(thing: Any) -> str:
+        return (thing.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+
+    files = [inspect.getmodule(type(solver)) for solver in SOLVERS.values()]
     rows = []
-    for name, solver in SOLVERS.items():
-        text = (inspect.getmodule(type(solver)) or solver).__doc__ or ""
-        rows.append([name, text.strip().split("\n\n")[0].replace("\n", " ")])
+    for (name, solver), file in zip(SOLVERS.items(), files, strict=True):
+        # Two of one file differ by what their classes say.
+        texts = [first_words(file), first_words(solver)] if files.count(file) > 1 else [first_words(file)]
+        rows.append([name, " ".join(texts)])
     _print_table(["solver", "method"], rows)
 
 
@@ -213,6 +233,16 @@ def _devices(_: argparse.Namespace) -> None:
 
 
 # --- words to values -------------------------------------------------------------------------------------------------
+
+
+def _refuse_unwritable(option: str, file: str | None) -> None:
+    """Before the work: what it found could not be written there."""
+    if not file:
+        return
+    if Path(file).is_dir():
+        raise ArgumentError(f"{option} {file} is a folder; name a file in it")
+    if not Path(file).parent.is_dir():
+        raise ArgumentError(f"{option} {file}: there is no folder {Path(file).parent}; make it first")
 
 
 def _budget(text: str) -> str | float:

@@ -6,7 +6,7 @@ import dataclasses
 import html
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from gcsolve.api import Session, infeasible, refuse_below_floor, solve
 from gcsolve.budget import budget_bytes, check_budget, size_text
-from gcsolve.checks import whole
+from gcsolve.checks import flag, whole
 from gcsolve.cost.base import CostModel
 from gcsolve.errors import ArgumentError, InfeasibleBudget, SolverError
 from gcsolve.plan import Asked, Plan
@@ -176,9 +176,9 @@ def compare(
     model: nn.Module,
     example_input: Any,
     *,
-    budgets: Sequence[str | float] | None = None,
-    budgets_gb: Sequence[float] | None = None,
-    solvers: Sequence[str | Solver] = SOLVERS,
+    budgets: Iterable[str | float] | None = None,
+    budgets_gb: Iterable[float] | None = None,
+    solvers: Iterable[str | Solver] = SOLVERS,
     measure: bool = False,
     steps: int = 1,
     repeats: int = 3,
@@ -213,7 +213,7 @@ def compare(
         TraceError, ArgumentError: as `solve`; both kinds of budgets given; or measure=True with weights on meta or planned
             for another kind of device.
 
-    Example:
+    Examples:
         >>> import torch, gcsolve
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
         >>> found = gcsolve.compare(model, torch.randn(256, 64), budgets=[0.9], solvers=["store_all", "auto"])
@@ -221,6 +221,7 @@ def compare(
         [False, True]
     """
     asked = _budgets(budgets, budgets_gb)
+    flag("measure", measure)
     named = _labels(solvers)
     steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
     if not isinstance(model, nn.Module):
@@ -273,20 +274,26 @@ def _budgets(budgets: Any, budgets_gb: Any) -> list[tuple[Any, Any]]:
     """(budget_gb, budget) pairs, each checked."""
     if budgets is not None and budgets_gb is not None:
         raise ArgumentError("give one of budgets=[0.8, ...] and budgets_gb=[20, ...]; both were given")
-    for name, given in (("budgets", budgets), ("budgets_gb", budgets_gb)):
-        if given is not None and (not isinstance(given, Sequence) or isinstance(given, str) or not given):
-            raise ArgumentError(f"{name}={given!r} must be a list of at least one budget")
-    pairs = [(gb, None) for gb in budgets_gb] if budgets_gb is not None else [(None, b) for b in budgets or BUDGETS]
+    if budgets_gb is not None:
+        pairs = [(gb, None) for gb in _several("budgets_gb", budgets_gb, "budget")]
+    else:
+        pairs = [(None, b) for b in _several("budgets", BUDGETS if budgets is None else budgets, "budget")]
     for gb, b in pairs:
         check_budget(gb, b)
     return pairs
 
 
-def _labels(solvers: Sequence[str | Solver]) -> dict[str, str | Solver]:
+def _several(name: str, given: Any, thing: str) -> list[Any]:
+    """A list of what the caller gave in a row: a list, a tuple, an array; no text, and not nothing."""
+    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
+    if not found:
+        raise ArgumentError(f"{name}={given!r} must be a list of at least one {thing}")
+    return found
+
+
+def _labels(solvers: Any) -> dict[str, str | Solver]:
     """label -> solver: its name, or its repr (which shows its settings) where two share one."""
-    if not isinstance(solvers, Sequence) or isinstance(solvers, str) or not solvers:
-        raise ArgumentError(f"solvers={solvers!r} must be a list of at least one solver")
-    distinct = {id(get_solver(s)): s for s in solvers}  # one asked for twice is run once
+    distinct = {id(get_solver(s)): s for s in _several("solvers", solvers, "solver")}  # one asked for twice is run once
     names = [get_solver(s).name for s in distinct.values()]
     labels = [n if names.count(n) == 1 else repr(get_solver(s)) for n, s in zip(names, distinct.values(), strict=True)]
     return dict(zip(labels, distinct.values(), strict=True))

@@ -148,8 +148,11 @@ def run(budget: str | float = 0.5, *, steps: int = 2, layers: int = 12) -> None:
     from rich.console import Console
 
     import gcsolve
-    from gcsolve.budget import size_text
+    from gcsolve.budget import check_budget, size_text
+    from gcsolve.checks import whole
 
+    check_budget(None, budget)
+    steps = whole("steps", steps, least=1)
     console = Console(width=None if sys.stdout.isatty() else 200)  # a file or a pipe: nothing is folded
     model, tokens = gpt2_small()
     if layers != 12:

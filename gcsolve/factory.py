@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from gcsolve.errors import ArgumentError, GcsolveError
@@ -26,6 +27,9 @@ def named_factory(target: str) -> Callable[..., Any]:
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise ArgumentError(f"{target!r} is not of the form module:factory, as in my_models:small")
+    if module_name.endswith(".py") or "/" in module_name or os.sep in module_name:
+        module = ".".join(part for part in PurePath(module_name).with_suffix("").parts if part not in (".", os.sep))
+        raise ArgumentError(f"{target!r} names a file; write the module, seen from the current folder: {module}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # an installed script does not look in the current folder by itself
     try:

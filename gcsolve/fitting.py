@@ -147,7 +147,7 @@ def fit(
             otherwise as `solve`.
         TraceError: as `solve`.
 
-    Example:
+    Examples:
         >>> import torch, gcsolve
         >>> def mlp(batch):
         ...     return torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(batch, 64)

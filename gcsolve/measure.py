@@ -53,7 +53,7 @@ class PeakMeter:
     Raises:
         CallError: a torch profiler is running in this thread; the two cannot be on at once.
 
-    Example:
+    Examples:
         >>> with PeakMeter() as meter:
         ...     x = torch.ones(1000)
         >>> meter.peak_bytes

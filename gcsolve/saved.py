@@ -126,7 +126,7 @@ def load_plan(
         ArgumentError: the file is not a saved plan or is damaged, or something that it cannot hold has to be given.
         OSError: the file cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, gcsolve
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
         >>> plan = gcsolve.solve(model, torch.randn(256, 64), budget=0.9)

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from gcsolve import batchnorm
+from gcsolve._torch import is_compiled
 from gcsolve.attributes import Setting, attributes_of, changed_attribute, plain_attribute, set_attribute
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
@@ -115,6 +116,7 @@ def trace(
             raise TraceError(f"parameter {name} has no shape yet (a lazy module); call the model once before planning")
     if kernels is not None:
         _refuse_untraceable(model)
+    _refuse_compiled(model)
     refuse_hooks(model)
     # Export and what it sets in torch are for one thread at a time; a step is one of training, wherever it is planned.
     with _TRACING, _uncollected(), torch.inference_mode(False), torch.enable_grad():
@@ -365,6 +367,22 @@ def _position(tensors: list[torch.Tensor], wanted: torch.Tensor) -> int:
             return at
     tensors.append(wanted)
     return len(tensors) - 1
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Modules that are no longer Python; what torch.export says of them names neither the module nor what to do."""
+    for name, module in model.named_modules():
+        path = f"model.{name}" if name else "model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{path} is TorchScript (torch.jit.script or torch.jit.trace), which is not traced; plan with the Python "
+                "module that it was made of"
+            )
+        if is_compiled(module):
+            raise TraceError(
+                f"{path} is compiled with torch.compile, which is not traced; plan with the module that was compiled, "
+                f"{path}._orig_mod"
+            )
 
 
 def _refuse_untraceable(model: nn.Module) -> None:

@@ -63,7 +63,9 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer='adamm' is no class of torch.optim; known: .*AdamW",
     ),
     "optimizer bool": ({"budget": 0.5, "optimizer": True}, "optimizer=True"),
-    "bool": ({"budget": True}, "budget=True must be"),
+    "bool": ({"budget": True}, "budget=True must be a finite number above 0, not of type bool"),
+    "tensor": ({"budget": torch.tensor(0.5)}, "must be a finite number above 0, not of type Tensor"),
+    "text GB": ({"budget_gb": "20"}, "budget_gb='20' must be .*not of type str; it is in GB: .*budget=\"20GiB\""),
     "text limit": ({"budget": 0.5, "time_limit_s": "a"}, "time_limit_s='a' must be a finite number"),
     "time limit": ({"budget": 0.5, "time_limit_s": -1}, "time_limit_s=-1"),
     "gap": ({"budget": 0.5, "gap": math.nan}, "gap=nan"),
@@ -406,6 +408,16 @@ def test_a_wrapped_forward_is_refused() -> None:
     model.forward = copy.copy(model.forward)  # type: ignore[method-assign]
     with pytest.raises(ArgumentError, match="before it is wrapped"):
         gcsolve.solve(model, _x(8, 32), budget=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_and_compiled_modules_are_refused_by_path() -> None:
+    scripted: Any = torch.jit.trace(nn.Linear(32, 32), _x(8, 32))
+    compiled: Any = torch.compile(nn.Linear(32, 32), backend="eager")
+    for module, words in ((scripted, "is TorchScript"), (compiled, "is compiled with torch.compile")):
+        for model, path in ((nn.Sequential(nn.ReLU(), module), "model.1"), (module, "model")):
+            with pytest.raises(TraceError, match=f"^{path} {words}"):
+                gcsolve.solve(model, _x(8, 32), budget=1.0)
 
 
 def test_backward_hooks_of_submodules_are_refused_when_planned_and_when_added_later() -> None:

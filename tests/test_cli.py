@@ -65,6 +65,8 @@ def test_solvers_lists_every_registered(capsys):
     out = capsys.readouterr().out
     for name in solvers():
         assert f" {name} " in out
+    methods = [line.split(maxsplit=1)[1] for line in out.splitlines() if line.strip().split(" ")[0] in solvers()]
+    assert len(set(methods)) == len(solvers())  # no two read the same
 
 
 def test_devices_lists_every_known_with_its_source(capsys):
@@ -128,6 +130,7 @@ def test_bad_words_name_what_is_accepted(capsys, here, words, text):
     [
         ("nocolon", "module:factory"),
         ("no_such_module_here:f", "no module"),
+        ("./sub/{here}.py:small", "names a file; write the module, seen from the current folder: sub.{here}:small"),
         ("{here}:absent", "no function 'absent'"),
         ("{here}:broken", "no function 'broken'"),
         ("{here}:raising", "the factory {here}:raising() raised ValueError at {here}.py:17: no such checkpoint"),
@@ -176,6 +179,30 @@ def test_both_budgets_are_refused(capsys, here):
         main(["plan", f"{here}:small", "--budget", "0.5", "--budget-gb", "1"])
     assert exit_.value.code == 2
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_or_run_is_refused_before_the_work(capsys, here, tmp_path):
+    compare = ("compare", f"{here}:raising")  # so that any work would be another refusal
+    for option in ("--json", "--plot"):
+        assert f"there is no folder {tmp_path / 'no'}" in refused(capsys, *compare, option, f"{tmp_path}/no/x.png")
+        assert "is a folder" in refused(capsys, *compare, option, str(tmp_path))
+    assert "no figure is written as .doc; known endings: " in refused(capsys, *compare, "--plot", "x.doc")
+    assert "--verify=0 must be" in refused(capsys, "plan", f"{here}:raising", "--verify", "0")
+    assert "steps=0 must be" in refused(capsys, "demo", "--steps", "0")
+    assert "is not a size" in refused(capsys, "demo", "--budget", "much")
+
+
+def test_an_interrupt_is_one_line(capsys, here):
+    Path(f"{here}.py").write_text("def small():\n    raise KeyboardInterrupt\n")
+    assert main(["plan", f"{here}:small"]) == 130
+    assert capsys.readouterr() == ("", "gcsolve: interrupted\n")
+
+
+def test_without_a_command_all_are_listed(capsys):
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    for command in ("demo", "plan", "compare", "fit", "solvers", "devices"):
+        assert f"\n    {command} " in err
 
 
 def test_as_a_module():

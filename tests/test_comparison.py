@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -64,6 +65,19 @@ def test_measured_rows() -> None:
     text = found.summary()
     assert "untouched model" in text
     assert text in found.summary()
+
+
+def test_budgets_and_solvers_come_in_any_row() -> None:
+    import numpy
+
+    found = gcsolve.compare(*_case(), budgets=numpy.array([1.0, 0.9]), solvers=(s for s in ("store_all", "greedy")))
+    assert [r.fits for r in found.rows] == [True, True, False, True]
+    for keywords in ({"budgets": 0.8}, {"budgets": "0.8"}, {"budgets": []}, {"budgets_gb": 1}, {"solvers": "auto"}):
+        ((name, value),) = keywords.items()
+        with pytest.raises(gcsolve.ArgumentError, match=re.escape(f"{name}={value!r} must be a list of at least one")):
+            gcsolve.compare(*_case(), **keywords)
+    with pytest.raises(gcsolve.ArgumentError, match="measure='yes' is neither True nor False"):
+        gcsolve.compare(*_case(), measure="yes")  # type: ignore[arg-type]
 
 
 def test_summary_json_and_html_say_the_same() -> None:

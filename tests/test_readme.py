@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,14 @@ def test_ci_runs_the_readmes_test_command():
 
 def test_no_placeholder_is_left():
     assert "_OUTPUT" not in README
+
+
+def test_the_file_of_factories_is_whole():
+    (text,) = [code for code in re.findall(r"```py\n(.*?)```", README, re.DOTALL) if "def small" in code]
+    names: dict[str, Any] = {}
+    exec(compile(text, "my_models.py", "exec"), names)
+    model, x, loss = names["small"]()
+    assert loss(model(x)).ndim == 0
 
 
 @pytest.mark.heavy

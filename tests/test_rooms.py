@@ -55,6 +55,15 @@ def test_importing_gcsolve_loads_neither_torch_nor_solver_back_ends_nor_plotting
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_examples_in_docstrings_are_rendered_as_code(path: Path) -> None:
+    """griffe reads the section `Examples:`; of any other name it is text, its prompts quotations and its lists links."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            text = ast.get_docstring(node) or ""
+            assert ">>>" not in text.split("Examples:\n")[0], f"{path.name}: {node}"
+
+
 def test_everything_public_can_be_had() -> None:
     import gcsolve
 

@@ -75,7 +75,7 @@ def node_bytes_moved(node: fx.Node) -> int:
 def op_info(node: fx.Node) -> OpInfo:
     """Everything a cost model may ask about the node.
 
-    Example:
+    Examples:
         >>> op_info(node).flops  # doctest: +SKIP
         2147483648
     """
@@ -127,7 +127,7 @@ def register_cost(op: Any, fn: Callable[..., float], *, unit: str = "flops") -> 
     Raises:
         ArgumentError: an argument is none of these. While planning: `fn` raises, or answers with no finite number ≥ 0.
 
-    Example:
+    Examples:
         >>> import torch, gcsolve
         >>> gcsolve.register_cost(torch.ops.aten.sin, lambda x: 20 * x.numel())
     """

@@ -13,6 +13,7 @@ Each takes an optional Axes and returns the one it drew on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcsolve.budget import size_text
@@ -37,6 +38,18 @@ def _pyplot() -> Any:
     except ImportError as error:
         raise MissingBackend("figures need matplotlib: pip install 'gcsolve[viz]'") from error
     return pyplot
+
+
+def refuse_unknown_format(name: str, file: str) -> None:
+    """Refuse a file that matplotlib does not know how to write, before the work whose figure it is to hold.
+
+    Args:
+        name: the argument that names the file, for the text.
+    """
+    known = sorted(_pyplot().Figure().canvas.get_supported_filetypes())
+    ending = Path(file).suffix.removeprefix(".").lower()
+    if ending and ending not in known:
+        raise ArgumentError(f"{name} {file}: no figure is written as .{ending}; known endings: {', '.join(known)}")
 
 
 def _axes(ax: Any, width: float, height: float) -> Any:

@@ -29,10 +29,11 @@ def solve_problem(
         ArgumentError: no problem, unknown solver, or a time limit or gap that is negative or no number.
         SolverError: a solver of your own raised, or its answer does not hold.
 
-    >>> edges = [(0, 1), (1, 2), (2, 3), (1, 4), (3, 4), (0, 5), (4, 5)]
-    >>> chain = Problem.from_arrays([1] * 6, [4, 4, 4, 1, 1, 1], edges, 3, budget_bytes=16)
-    >>> solve_problem(chain).overhead
-    0.0
+    Examples:
+        >>> edges = [(0, 1), (1, 2), (2, 3), (1, 4), (3, 4), (0, 5), (4, 5)]
+        >>> chain = Problem.from_arrays([1] * 6, [4, 4, 4, 1, 1, 1], edges, 3, budget_bytes=16)
+        >>> solve_problem(chain).overhead
+        0.0
     """
     if not isinstance(problem, Problem):
         raise ArgumentError(
