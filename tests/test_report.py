@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 
 import gcsolve
+from gcsolve.report.page import page_data
 from gcsolve.report.tables import html_table, text_table
 from gcsolve.report.timeline import CATEGORIES, common_prefix, module_groups, timeline
 from gcsolve.schedule import Compute, order_from_kept, schedule_from_order
@@ -116,6 +117,18 @@ def test_figures_say_what_they_show(plan: gcsolve.Plan, comparison: gcsolve.Comp
     for expected in ("uniform √L", "auto", "proven: no schedule", "overhead, %", "peak of the step, MB (predicted)"):
         assert expected in said
     pyplot.close("all")
+
+
+def test_a_budget_far_above_the_step_leaves_the_step_to_be_seen(plan: gcsolve.Plan) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    roomy = plan.at(20)
+    ax = roomy.plot_memory()
+    assert ax.get_ylim()[1] * 1e6 < 2 * roomy.baseline_peak_bytes  # in MB
+    assert "budget, 20.00 GB: far above" in [text.get_text() for text in ax.get_legend().get_texts()]
+    pyplot.close(ax.figure)
+    assert page_data(roomy)["top"] < 2 * roomy.baseline_peak_bytes
+    assert "budget 20.00 GB: far above" in roomy._repr_html_()
+    assert page_data(plan)["top"] > plan.budget_bytes
 
 
 def test_the_bound_of_a_larger_budget_holds_at_a_smaller_one() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gcsolve.budget import size_text
 from gcsolve.errors import ArgumentError, MissingBackend
 from gcsolve.report.colours import BLACK, BLUE, COLOURS, GREEN, ORANGE, PINK, SKY, YELLOW
-from gcsolve.report.timeline import CATEGORIES, Timeline, common_prefix, module_groups, timeline
+from gcsolve.report.timeline import CATEGORIES, Timeline, common_prefix, module_groups, shown_bytes, timeline
 from gcsolve.schedule import schedule_from_order
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def memory(plan: Plan, ax: Any = None) -> Any:
     """Bytes alive over the step, stacked by category, with store-all's total, the budget and the peak."""
     line, base, scale = _laid_out(plan)
     ax = _axes(ax, 9, 4.8)
-    most = max(plan.baseline_peak_bytes, plan.budget_bytes, plan.peak_bytes)
+    most = shown_bytes(plan.budget_bytes, max(plan.baseline_peak_bytes, plan.peak_bytes))
     unit, size = _unit(most)
     x = _steps(line, scale)
     rows = list(zip(*(run.bytes for run in line.runs), strict=True))
@@ -119,7 +119,10 @@ def memory(plan: Plan, ax: Any = None) -> Any:
     whole: dict[str, Any] = {"drawstyle": "steps-post", "color": BLACK, "linewidth": 1}
     ax.plot(_steps(base, scale), [*totals, totals[-1]], label="store-all, total", **whole)
     allowed: dict[str, Any] = {"color": GREEN, "linewidth": 1.6, "linestyle": (0, (5, 2))}
-    ax.axhline(plan.budget_bytes / size, label=f"budget, {size_text(plan.budget_bytes)}", **allowed)
+    if plan.budget_bytes <= most:
+        ax.axhline(plan.budget_bytes / size, label=f"budget, {size_text(plan.budget_bytes)}", **allowed)
+    else:
+        ax.plot([], [], label=f"budget, {size_text(plan.budget_bytes)}: far above", **allowed)
 
     peak = line.runs[line.peak]
     node = plan.problem.graph.nodes[peak.node]

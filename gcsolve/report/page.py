@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gcsolve.budget import size_text
 from gcsolve.report.colours import COLOURS
 from gcsolve.report.tables import html_table
-from gcsolve.report.timeline import CATEGORIES, Timeline, timeline
+from gcsolve.report.timeline import CATEGORIES, Timeline, shown_bytes, timeline
 from gcsolve.schedule import schedule_from_order
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "title": type(plan.session.model).__name__,
         "summary": plan.summary(),
         "budget": plan.budget_bytes,
+        "top": _top(plan),
         "total": problem.total_cost,
         "categories": CATEGORIES,
         "colours": [COLOURS[c] for c in CATEGORIES],
@@ -53,6 +54,11 @@ def page_data(plan: Plan) -> dict[str, Any]:
             for d in plan.decisions
         ],
     }
+
+
+def _top(plan: Plan) -> float:
+    """Bytes at the upper edge of a drawing of the plan."""
+    return 1.05 * shown_bytes(plan.budget_bytes, max(plan.baseline_peak_bytes, plan.peak_bytes)) or 1.0
 
 
 def _store_all(plan: Plan) -> Timeline:
@@ -89,7 +95,7 @@ def _drawing(plan: Plan) -> str:
     """Memory by category over the step as SVG: columns of equal time, each at its largest moment."""
     line, base = timeline(plan.problem, plan.schedule), _store_all(plan)
     end = max(line.runs[-1].end, base.runs[-1].end) or 1.0
-    top = 1.05 * max(plan.budget_bytes, plan.baseline_peak_bytes, plan.peak_bytes) or 1.0
+    top = _top(plan)
 
     def y(size: float) -> float:
         return round(_HEIGHT * (1 - size / top), 1)
@@ -113,14 +119,17 @@ def _drawing(plan: Plan) -> str:
         below = upper
     points = " ".join(stair([sum(row) for row in _columns(base, end) if row]))
     parts.append(f'<polyline fill="none" stroke="#000" points="{points}"><title>store-all</title></polyline>')
-    level = y(plan.budget_bytes)
-    parts.append(
-        f'<line x1="0" x2="{_WIDTH}" y1="{level}" y2="{level}" stroke="#009E73" stroke-width="2" stroke-dasharray="8 4">'
-        f"<title>budget {size_text(plan.budget_bytes)}</title></line>"
-        f'<text x="4" y="{level - 5}" font-size="11" fill="#00704f">{size_text(plan.budget_bytes)}</text>'
-    )
+    level, budget = y(plan.budget_bytes), "budget"
+    if level < 0:
+        budget += f" {size_text(plan.budget_bytes)}: far above"
+    else:
+        parts.append(
+            f'<line x1="0" x2="{_WIDTH}" y1="{level}" y2="{level}" stroke="#009E73" stroke-width="2" stroke-dasharray="8 4">'
+            f"<title>budget {size_text(plan.budget_bytes)}</title></line>"
+            f'<text x="4" y="{level - 5}" font-size="11" fill="#00704f">{size_text(plan.budget_bytes)}</text>'
+        )
     seen = [i for i, row in enumerate(zip(*(c for c in columns if c), strict=True)) if any(row)]
-    keys = [(COLOURS[CATEGORIES[i]], CATEGORIES[i]) for i in seen] + [("#000", "store-all"), ("#009E73", "budget")]
+    keys = [(COLOURS[CATEGORIES[i]], CATEGORIES[i]) for i in seen] + [("#000", "store-all"), ("#009E73", budget)]
     legend = " ".join(
         f'<span style="white-space:nowrap"><span style="color:{c}">■</span> {html.escape(text)}</span>'
         for c, text in keys

@@ -146,6 +146,12 @@ def module_groups(paths: Iterable[str], most: int = 26) -> dict[str, str]:
     return cut
 
 
+def shown_bytes(budget_bytes: int, reached_bytes: int) -> int:
+    """The bytes up to which a drawing goes. A budget far above what the step reaches would leave it a line at the bottom,
+    and is written beside the drawing instead."""
+    return max(reached_bytes, budget_bytes if budget_bytes <= 1.5 * reached_bytes else 0)
+
+
 def common_prefix(paths: Sequence[str]) -> str:
     """The leading modules, with a final dot, that all paths share but "" and those that are above all others."""
     named = sorted({p for p in paths if p}, key=lambda p: (p.count("."), p))
