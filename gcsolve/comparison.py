@@ -6,7 +6,7 @@ import dataclasses
 import html
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,7 +285,7 @@ def _budgets(budgets: Any, budgets_gb: Any) -> list[tuple[Any, Any]]:
 
 def _several(name: str, given: Any, thing: str) -> list[Any]:
     """A list of what the caller gave in a row: a list, a tuple, an array; no text, and not nothing."""
-    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
+    found = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else []
     if not found:
         raise ArgumentError(f"{name}={given!r} must be a list of at least one {thing}")
     return found

@@ -377,7 +377,7 @@ def test_what_verify_and_at_refuse_and_how_a_plan_is_shown_and_copied() -> None:
     ):
         with pytest.raises(ArgumentError, match=text):
             plan.verify(**given)
-    with pytest.raises(ArgumentError, match=r"budget_gb=0, in GB; the first argument is budget_gb, .* budget=0\.5"):
+    with pytest.raises(ArgumentError, match=r"budget_gb=0 must be .*; it is in GB: .* budget=0\.5"):
         plan.at(0)
     with pytest.raises(ArgumentError, match="time_limit_s=None must be"):
         plan.minimum_budget(None)  # type: ignore[arg-type]
