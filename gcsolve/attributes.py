@@ -71,18 +71,25 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def set_attribute(model: nn.Module, name: str, value: Any) -> None:
-    """Set the attribute that `attribute_name` names, past what nn.Module does when one is set; `MISSING`: remove it."""
-    path, _, last = name.rpartition(".")
+    """Set the attribute or buffer that `attribute_name` names, past what nn.Module does when one is set; `MISSING`: remove
+    it."""
+    held, last = _holder(model, name)
     if value is MISSING:
-        vars(model.get_submodule(path)).pop(last, None)
+        held.pop(last, None)
     else:
-        vars(model.get_submodule(path))[last] = value
+        held[last] = value
 
 
 def plain_attribute(model: nn.Module, name: str) -> Any:
-    """What `attribute_name` names; `MISSING` where nothing is."""
+    """What `attribute_name` names, an attribute or a buffer; `MISSING` where nothing is."""
+    held, last = _holder(model, name)
+    return held.get(last, MISSING)
+
+
+def _holder(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, last = name.rpartition(".")
-    return vars(model.get_submodule(path)).get(last, MISSING)
+    module = model.get_submodule(path)
+    return (module._buffers if last in module._buffers else vars(module)), last
 
 
 def token(value: Any, tensor: Callable[[torch.Tensor], Any], seen: set[int]) -> Any:
@@ -186,9 +193,8 @@ class Attributes:
         self.parameters = {path: dict(module._parameters) for path, module in self.modules.items()}
 
     def written(self) -> Written:
-        """What was set since; attributes that hold another tensor are put back, plain values stay as they are now.
-
-        A buffer that was replaced is changed in place instead: the same content in the same place.
+        """What was set since; attributes and buffers that hold another tensor are put back, plain values stay as they are
+        now.
 
         Raises:
             TraceError: something else than a tensor or a plain value was set, or a parameter was replaced.
@@ -198,8 +204,9 @@ class Attributes:
         for path, module in self.modules.items():
             self._stored(path, module, tensors, settings)
             for name, old in self.buffers[path].items():
-                if module._buffers.get(name) is not old:
-                    _change_in_place(attribute_name(path, name), old, module._buffers.get(name))
+                new = module._buffers.get(name)
+                if new is not old:
+                    tensors[attribute_name(path, name)] = _replacement(attribute_name(path, name), old, new)
                     module._buffers[name] = old
             for name, parameter in module._parameters.items():
                 if self.parameters[path].get(name) is not parameter:
@@ -246,14 +253,13 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not plain
 
 
-def _change_in_place(name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-    if new is None or old is None or new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
+def _replacement(name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor:
+    if new is None or new.requires_grad:
         raise TraceError(
-            f"forward replaces the buffer {name} ({_short(old)}) by {_short(new)}, which a planned step cannot do: keep its "
-            "shape and dtype, and detach what it is set to"
+            f"forward replaces the buffer {name} ({_short(old)}) by {_short(new)}, which a planned step cannot do: set it to a "
+            "tensor, and detach that"
         )
-    with torch.no_grad():
-        old.copy_(new)
+    return new
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

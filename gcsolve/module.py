@@ -18,7 +18,17 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from gcsolve._torch import global_module_hooks, transform
-from gcsolve.attributes import OWN_STATE, PLAIN, Setting, attribute_name, attributes_of, identity, set_attribute, token
+from gcsolve.attributes import (
+    OWN_STATE,
+    PLAIN,
+    Setting,
+    attribute_name,
+    attributes_of,
+    identity,
+    plain_attribute,
+    set_attribute,
+    token,
+)
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.hooks import hooks_token
@@ -131,8 +141,8 @@ def settled_signature(model: nn.Module, trace: Trace, tensors: list[torch.Tensor
 
 def _early_signature(model: nn.Module, step: Step, tensors: list[torch.Tensor], template: Template) -> Any:
     """The signature of the model as it was before `Trace.filled` was; the model itself stays as it is."""
-    held = attributes_of(model, torch.Tensor)
-    filled = {name: old for name, old in step.trace.filled if name in held}
+    held = {name: plain_attribute(model, name) for name, _ in step.trace.filled}
+    filled = {name: old for name, old in step.trace.filled if isinstance(held[name], torch.Tensor)}
     for name, old in filled.items():
         set_attribute(model, name, old)
     try:
@@ -280,9 +290,9 @@ def run(
         step = steps.replan(model, args, kwargs)
         steps.add(settled_signature(model, step.trace, tensors, template), step)
         steps.set_up(model)
-    unread = (*step.trace.replaced, *(name for name, _ in step.trace.filled))
-    for name in set(unread) & attributes_of(model, torch.Tensor).keys() if unread else ():
-        set_attribute(model, name, None)  # the tensor of the last step makes room first
+    for name in (*step.trace.replaced, *(name for name, _ in step.trace.filled)):
+        if isinstance(plain_attribute(model, name), torch.Tensor):
+            set_attribute(model, name, None)  # the tensor of the last step makes room first
     outputs = step(collect(model, step, tensors, sources_of(template)))
     if step.trace.effects_template is not None:
         stored, changed = unflatten(step.trace.effects_template, outputs)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gcsolve.attributes import attributes_of
 from gcsolve.budget import size_text
 from gcsolve.checks import whole
 from gcsolve.cost.devices import DeviceSpec
@@ -107,10 +108,11 @@ class VerifyReport:
 
 
 class _Runner:
-    """One of the two models with its optimizer, its inputs and its place in the random stream."""
+    """One of the two models with its optimizer, its own copy of the inputs and its place in the random stream."""
 
     def __init__(self, model: nn.Module, plan: Plan, args: Any, kwargs: Any, loss: Any, optimizer: Any) -> None:
-        self.model, self.plan, self.args, self.kwargs, self.loss = model, plan, args, kwargs, loss
+        self.model, self.plan, self.loss = model, plan, loss
+        self.args, self.kwargs = _copied((args, kwargs), "the inputs", _leaves((args, kwargs)))
         self.optimizer = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad] or _none())
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.state = _generator_state(self.device)
@@ -148,9 +150,14 @@ class _Runner:
         self.state = _generator_state(self.device)
 
     def external_bytes(self) -> int:
+        """What is there when a step begins, but for what its call lets go first."""
+        trace = self.plan.costed.trace
+        let_go = {*trace.replaced, *(name for name, _ in trace.filled)}
+        hanging = {**dict(self.model.named_buffers()), **attributes_of(self.model, torch.Tensor)}
+        hung = [t for name, t in hanging.items() if name not in let_go]
         states = [t for s in self.optimizer.state.values() for value in s.values() for t in plain_tensors(value)]
-        constants = self.plan.costed.trace.joint.constants.values()
-        held = storage_bytes((*self.model.parameters(), *self.model.buffers(), *self.inputs(), *states, *constants))
+        constants = trace.joint.constants.values()
+        held = storage_bytes((*self.model.parameters(), *hung, *self.inputs(), *states, *constants))
         return held + dict(self.plan.problem.graph.external).get(LIBRARY_BUFFERS, 0)
 
     def peak_bytes(self) -> int:
@@ -168,7 +175,6 @@ class _Runner:
                     self.optimizer.step()
             self.measured = meter.peak_bytes
 
-        self.on_own_stream(step)
         before = 0
         if self.plan.scope == "step":
             before = self.external_bytes()
@@ -176,6 +182,7 @@ class _Runner:
                 before += storage_bytes(
                     t.grad for t in (*self.model.parameters(), *self.inputs()) if t.grad is not None
                 )
+        self.on_own_stream(step)
         self.clear()
         return before + self.measured
 
@@ -207,15 +214,12 @@ def verify(
     refuse_elsewhere("verify", plan.session.settings.device, model, flatten((args, kwargs), "example_input")[0])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found_state = _generator_state(device)
-    held_grads = [(t, t.grad) for t in flatten((args, kwargs), "example_input")[0]]
     try:
-        eager = _Runner(_copied(model), plan, args, kwargs, loss, optimizer)
-        planned = _Runner(_copied(plan.module), plan, args, kwargs, None, optimizer)
+        eager = _Runner(_copied(model, "the model"), plan, args, kwargs, loss, optimizer)
+        planned = _Runner(_copied(plan.module, "the model"), plan, args, kwargs, None, optimizer)
         return _compared(plan, eager, planned, steps, repeats)
     finally:
         _set_generator_state(found_state, device)
-        for tensor, grad in held_grads:
-            tensor.grad = grad
 
 
 def refuse_elsewhere(what: str, planned: DeviceSpec, model: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
@@ -229,30 +233,34 @@ def refuse_elsewhere(what: str, planned: DeviceSpec, model: nn.Module, inputs: I
         )
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copied(found: Any, what: str, memo: dict[int, Any] | None = None) -> Any:
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(found, memo)
     except Exception as error:
         raise ArgumentError(
-            f"verify trains a copy of the model, and copy.deepcopy refuses ({type(error).__name__}: {error}); an attribute "
+            f"verify trains a copy of {what}, and copy.deepcopy refuses ({type(error).__name__}: {error}); an attribute "
             "that holds the result of a computation (a weight made by torch.nn.utils.weight_norm) is the usual reason"
         ) from error
+
+
+def _leaves(arguments: Any) -> dict[int, Any]:
+    """What stands in a copy of the arguments for those that are results of a computation, which autograd does not copy."""
+    made = {}
+    for tensor in flatten(arguments, "example_input")[0]:
+        if not tensor.is_leaf:
+            made[id(tensor)] = copy.deepcopy(tensor.detach()).requires_grad_()
+    return made
 
 
 def _compared(plan: Plan, eager: _Runner, planned: _Runner, steps: int, repeats: int) -> VerifyReport:
     differences: list[str] = []
     losses: tuple[list[float], list[float]] = ([], [])
     for step in range(1, steps + 1):
-        grads: list[list[torch.Tensor | None]] = []
         for runner, curve in zip((eager, planned), losses, strict=True):
             runner.clear()
             runner.on_own_stream(runner.forward_backward)
             curve.append(sum(float(o.float().sum()) for o in runner.outputs))
-            grads.append([t.grad for t in runner.inputs()])
-            if runner is eager:
-                for tensor in runner.inputs():
-                    tensor.grad = None
-        differences += _differences(step, eager, planned, grads)
+        differences += _differences(step, eager, planned)
         for runner in (eager, planned):
             runner.on_own_stream(runner.optimizer.step)
     differences += _state_differences(steps, eager, planned)
@@ -282,7 +290,7 @@ def _timed(runner: _Runner) -> Callable[[], None]:
     return run
 
 
-def _differences(step: int, eager: _Runner, planned: _Runner, grads: list[list[torch.Tensor | None]]) -> list[str]:
+def _differences(step: int, eager: _Runner, planned: _Runner) -> list[str]:
     found = []
     for k, (a, b) in enumerate(zip(eager.outputs, planned.outputs, strict=True)):
         if not _same(a, b):
@@ -290,9 +298,11 @@ def _differences(step: int, eager: _Runner, planned: _Runner, grads: list[list[t
     for (name, a), (_, b) in zip(eager.model.named_parameters(), planned.model.named_parameters(), strict=True):
         if not _same(a.grad, b.grad):
             found.append(f"step {step}: gradient of {name}")
-    for k, (a, b) in enumerate(zip(*grads, strict=True)):
-        if not _same(a, b):
+    for k, (a, b) in enumerate(zip(eager.inputs(), planned.inputs(), strict=True)):
+        if a.is_leaf and not _same(a.grad, b.grad):
             found.append(f"step {step}: gradient of input {k}")
+        if not _same(a, b):
+            found.append(f"step {step}: content of input {k}")
     if not all(torch.equal(a, b) for a, b in zip(eager.state, planned.state, strict=True)):
         found.append(f"step {step}: generator state")
     return found
