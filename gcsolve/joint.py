@@ -276,6 +276,7 @@ def _described(captured: Any, module: nn.Module) -> Joint:
             raise TraceError(
                 f"the traced step has an output of kind {type(what).__name__}, which gcsolve cannot serve exactly"
             )
+    _lay_tangents_densely(gm.graph)
     return Joint(
         graph_module=gm,
         inputs=tuple(inputs),
@@ -286,6 +287,22 @@ def _described(captured: Any, module: nn.Module) -> Joint:
         n_forward_outputs=n_forward,
         constants=constants,
     )
+
+
+def _lay_tangents_densely(graph: fx.Graph) -> None:
+    """The gradient of an output that is part of something larger (a slice, one token of each sequence) is traced with that
+    output's strides, in a storage as large as the whole. A loss sends it densely, and eager takes it so. Where a view reads
+    it, its strides matter, and stay."""
+    for node in graph.find_nodes(op="placeholder"):
+        if not isinstance(node.meta["desc"], aot_descriptors.TangentAOTInput):
+            continue
+        tangent = node.meta["val"]
+        read = (user.target for user in node.users)
+        if tangent.untyped_storage().nbytes() > tangent.numel() * tangent.element_size() and all(
+            isinstance(target, OpOverload) and not view_like(target) for target in read
+        ):
+            with tangent.fake_mode, torch.no_grad():
+                node.meta["val"] = torch.empty_like(tangent)
 
 
 def _output_plan(

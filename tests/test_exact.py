@@ -414,6 +414,20 @@ def test_output_gradients_of_any_layout() -> None:
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [lambda y: y.view(8, 8, 16)[:, 0], lambda y: y[:, 1:], lambda y: y.view(64, 8, 2)[..., 0]],
+)
+def test_the_gradient_of_a_part_takes_the_bytes_of_that_part(part: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Of(lambda m, x: part(m.a(x)), a=nn.Linear(16, 16)), _x(64, 16)
+    plan = gcsolve.solve(model, x, budget=1.0)
+    assert plan.breakdown["tangents"] == plan.module(x).numel() * 4
+    report = plan.verify(steps=3, repeats=0)
+    assert report.ok
+    assert abs(report.prediction_error) < 0.01
+
+
 def test_a_weight_changed_between_forward_and_backward_is_refused_as_eager_does() -> None:
     model, x = models.MLP(2, 8), _x(8, 8)
     plan = gcsolve.solve(model, x, budget=1.0)
