@@ -7,6 +7,7 @@ outputs that alias inputs handed out as such, and a clear refusal of what was no
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,20 @@ class Step:
     backward_under: dict[Any, fx.Node | None] = field(
         default_factory=dict, compare=False
     )  # autocast -> op that it casts
+
+    @functools.cached_property
+    def origins(self) -> tuple[frozenset[int], ...]:
+        """Of each gradient, the outputs whose gradients it is made of (of a rounding: none): where the loss uses none of them,
+        there is none, as in eager, and an optimizer leaves that parameter alone."""
+        joint = self.trace.joint
+        graph = joint.graph_module.graph
+        of: dict[fx.Node, frozenset[int]] = dict.fromkeys(graph.nodes, frozenset())
+        starts = graph.find_nodes(op="placeholder")[len(joint.inputs) :]
+        of |= {node: frozenset([position]) for node, position in zip(starts, joint.tangents, strict=True)}
+        for node in graph.nodes:
+            of[node] = of[node].union(*(of[read] for read in node.all_input_nodes))
+        made: Any = graph.output_node().args[0]
+        return tuple(of[made[position]] for position, _ in joint.gradients)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Flat outputs of the model for the tensors of `Joint.inputs`, differentiable like the untouched model's."""
@@ -159,12 +174,16 @@ class _Function(torch.autograd.Function):
         step.refuse_other_autocast({g.device.type for g in gradients if g is not None})
         boxed: list[Any] = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
+        there = {position for position in joint.tangents if gradients[position] is not None}
         for position, like in zip(joint.tangents, step.tangent_likes, strict=True):
             boxed.append(_laid_out(gradients[position], like))
         del gradients
         with torch.no_grad(), disable_autocast():
             made = step.emitted.backward.forward(boxed)
-        by_input = dict(zip((at for _, at in joint.gradients), made, strict=True))
+        by_input = {
+            at: g if not origins or there & origins else None
+            for (_, at), g, origins in zip(joint.gradients, made, step.origins, strict=True)
+        }
         return (None, *(by_input[at] for at in sorted(by_input)))
 
 

@@ -346,22 +346,28 @@ def test_gradient_at_an_unplanned_output_is_refused_and_planned_for_on_request()
 
 
 def test_an_output_that_the_loss_ignores() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.tanh(self.a(x)), torch.tanh(self.b(x))
-
+    """Its own parameters get no gradient, not zeros: an optimizer would decay them, or move them on by momentum."""
     torch.manual_seed(0)
-    plain, x = Two(), _x(4, 8)
-    planned = copy.deepcopy(plain)
+    heads = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8)}
+    plain = Of(lambda m, x: (torch.tanh(m.a(m.c(x))), torch.tanh(m.b(m.c(x)))), **heads)
+    x, planned = _x(4, 8), copy.deepcopy(plain)
     plan = gcsolve.solve(planned, x, budget=1.0)
-    for m in (plain, plan.module):
-        m(x)[0].sum().backward()
-    assert torch.equal(plain.a.weight.grad, planned.a.weight.grad)
-    assert planned.b.weight.grad is None or not planned.b.weight.grad.any()
+    optimizers = [torch.optim.AdamW(m.parameters(), weight_decay=0.1) for m in (plain, planned)]
+    for used in (0, 1, 0):
+        for model, optimizer in zip((plain, plan.module), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x)[used].square().sum().backward()
+            optimizer.step()
+        for p, q in zip(plain.parameters(), planned.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+            assert torch.equal(p, q)
+
+    rounded = gcsolve.solve(Of(lambda m, x: torch.round(m.a(x)), a=heads["a"]), x, budget=1.0).module
+    rounded.zero_grad()
+    rounded(x).sum().backward()
+    assert heads["a"].weight.grad is not None  # zeros, as in eager
+    assert not heads["a"].weight.grad.any()
 
 
 def test_create_graph_is_refused_and_changes_nothing() -> None:
