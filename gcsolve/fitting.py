@@ -121,6 +121,7 @@ def fit(
     budget: str | None = None,
     optimizer: Any = None,
     accumulate: bool = False,
+    autocast_backward: bool = False,
     solver: str | Solver = "auto",
     cost: str | CostModel = "auto",
     time_limit_s: float = 20.0,
@@ -171,7 +172,7 @@ def fit(
             args, kwargs = parse_example(example)
             settings = Settings.checked(
                 model, loss=loss, optimizer=optimizer, scope="step", device=device, cost=cost, grad_outputs="auto",
-                accumulate=accumulate,
+                accumulate=accumulate, autocast_backward=autocast_backward,
             )  # fmt: skip
             session = Session(model, args, kwargs, settings, TracedCall.of(model, args, kwargs, settings))
             if not memory:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
 from torch import nn
 
 from gcsolve.errors import TraceError
-from gcsolve.source import code_name, user_line
+from gcsolve.source import code_name, is_user_file, user_line
 from gcsolve.structure import Template, unflatten
 
 LOSS = "the loss"
@@ -52,6 +53,16 @@ _CANNOT = (
 )
 
 
+# Functions of torch that look at the values of their arguments: (name, what they look at, what to do).
+_LOOK = {
+    "_detect_is_causal_mask": (
+        "whether a mask is causal",
+        "Say so in the call: is_causal= of an encoder, tgt_is_causal= of a decoder, both as src_ and tgt_ of nn.Transformer",
+    ),
+    "gaussian_nll_loss": ("whether a variance is negative", "Take this loss of the planned module's output"),
+}
+
+
 def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceError:
     """The error for the user.
 
@@ -76,6 +87,13 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
             "instead of a mask), or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
         )
     if "DataDependent" in name or "data-dependent" in str(error):
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.name in _LOOK and not is_user_file(frame.filename):
+                what, instead = _LOOK[frame.name]
+                return TraceError(
+                    f"{subject} has torch look {what}{at}, which depends on values: the two ways would need two plans. "
+                    f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
+                )
         return TraceError(
             f"{subject} branches on a tensor's value{at}: the two ways would need two plans. Replace the branch "
             "by torch.where, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"

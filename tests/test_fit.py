@@ -109,6 +109,18 @@ def test_a_factory_that_cannot_be_on_meta_is_called_again() -> None:
     assert gcsolve.fit(made, [2], device="h200").largest_batch == 2
 
 
+def test_a_backward_inside_the_autocast_block_is_fitted_as_solve_plans_it() -> None:
+    def made(batch: int) -> Any:
+        return nn.Bilinear(16, 16, 16), (torch.ones(batch, 16), torch.ones(batch, 16))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = gcsolve.solve(*made(64), budget="1GB", autocast_backward=True)
+        found = gcsolve.fit(made, [64], budget="1GB", autocast_backward=True).rows[0]
+        outside = gcsolve.fit(made, [64], budget="1GB").rows[0]
+    assert found.peak_bytes == plan.peak_bytes
+    assert outside.peak_bytes != plan.peak_bytes
+
+
 @pytest.mark.parametrize(
     ("made", "options", "text"),
     [
@@ -125,6 +137,7 @@ def test_a_factory_that_cannot_be_on_meta_is_called_again() -> None:
         (factory(4), {"batches": "1..4"}, "batches='1..4' must be a list or range"),
         (factory(4), {"seq": 1.5}, r"seq=1\.5 must be a whole number ≥ 1"),
         (factory(4), {"gap": "x"}, "gap='x'"),
+        (factory(4), {"autocast_backward": 1}, "autocast_backward=1 is neither True nor False"),
         (factory(4), {"solver": "magic"}, "known solvers"),
         (
             lambda batch, seq: None,
