@@ -26,6 +26,10 @@ from gcsolve.plan import Plan
 from gcsolve.structure import flatten
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1000 * seconds:.3f} ms"
+
+
 @dataclass(frozen=True, repr=False)
 class VerifyReport:
     """What was measured. Peaks in bytes, times in seconds (medians of interleaved forward-backward runs).
@@ -88,7 +92,7 @@ class VerifyReport:
     def summary(self) -> str:
         """The four acceptance checks as text."""
         equal = "all bitwise equal" if not self.differences else "NOT equal: " + "; ".join(self.differences[:5])
-        timed = f"{self.step_s:.3f} s, untouched model {self.eager_step_s:.3f} s (x {self.time_ratio:.3f})"
+        timed = f"{_time(self.step_s)}, untouched model {_time(self.eager_step_s)} (x {self.time_ratio:.3f})"
         return "\n".join(
             [
                 f"peak: measured {size_text(self.measured_peak_bytes)}, predicted {size_text(self.predicted_peak_bytes)} "

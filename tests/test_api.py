@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import pickle
@@ -386,6 +387,12 @@ def test_what_verify_and_at_refuse_and_how_a_plan_is_shown_and_copied() -> None:
     with pytest.raises(gcsolve.CallError, match=r"plan\.save\(path\) writes it"):
         pickle.dumps(plan)
     assert copy.copy(plan).schedule is plan.schedule
+
+
+def test_times_of_small_steps_have_digits() -> None:
+    report = gcsolve.solve(models.MLP(), _x(8, 32), budget=1.0).verify(steps=1)
+    text = dataclasses.replace(report, step_s=0.00123, eager_step_s=1.5).summary()
+    assert "step time: 1.230 ms, untouched model 1.500 s (x 0.001)" in text
 
 
 def test_verify_sees_a_wrong_gradient() -> None:
