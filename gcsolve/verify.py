@@ -219,9 +219,10 @@ def verify(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found_state = _generator_state(device)
     try:
-        eager = _Runner(_copied(model, "the model"), plan, args, kwargs, loss, optimizer)
-        planned = _Runner(_copied(plan.module, "the model"), plan, args, kwargs, None, optimizer)
-        return _compared(plan, eager, planned, steps, repeats)
+        with torch.inference_mode(False), torch.enable_grad():  # a step is one of training, wherever it is verified
+            eager = _Runner(_copied(model, "the model"), plan, args, kwargs, loss, optimizer)
+            planned = _Runner(_copied(plan.module, "the model"), plan, args, kwargs, None, optimizer)
+            return _compared(plan, eager, planned, steps, repeats)
     finally:
         _set_generator_state(found_state, device)
 

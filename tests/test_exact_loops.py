@@ -531,3 +531,13 @@ def test_any_criterion_outside() -> None:
             criterion(module(x(4, 8))).backward()
             left.append([torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()])
         _equal(left)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_planned_and_verified_where_gradients_are_off(around: Any) -> None:
+    torch.manual_seed(0)
+    model, example = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 8)), x(16, 8)
+    with around():
+        plan = gcsolve.solve(model, example, budget=1.0)
+        assert plan.at(budget=f"{plan.minimum_budget().bytes}B").verify(steps=2, repeats=1).ok
+    assert_same(train(copy.deepcopy(model), example), train(plan.module, example))
