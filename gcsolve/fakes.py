@@ -58,6 +58,11 @@ _TRUSTED = frozenset(
     }
 )
 
+# Of a view as their first operand these copy the whole storage that it looks into, and return the like view of the copy.
+_COPIES_STORAGE = frozenset(
+    {aten.copy, aten.select_scatter, aten.slice_scatter, aten.as_strided_scatter, aten.diagonal_scatter}
+)
+
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default})
 _UNCHECKED = _TRUSTED - {aten._softmax, aten._log_softmax}  # their rules look at dtypes, or their kernels take any
 _OF_DTYPES = re.compile(r"dtype|data ?type|scalar type|not implemented for '")
@@ -90,8 +95,10 @@ class TrueFakes(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # What torch keeps of several fake results has lost which of them share a storage: a second trace would differ.
-        self.cache_enabled = self.caches and not _makes_several(func)
+        # What torch keeps of fake results has lost which of several share a storage, and how much of one a view leaves out:
+        # a second call would differ.
+        of_storage = getattr(func, "overloadpacket", None) in _COPIES_STORAGE
+        self.cache_enabled = self.caches and not of_storage and not _makes_several(func)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
@@ -105,12 +112,23 @@ class TrueFakes(FakeTensorMode):
             refused = _refusal(func, args, kwargs, result, self.elsewhere)
             if refused is not None:
                 raise type(refused)(*refused.args)
+        if of_storage:
+            return self._with_storage(args[0], result)
         asked = self.run or func in SIZED_BY_KERNELS
         if asked and isinstance(func, OpOverload) and _doubtful(func, args, kwargs, result):
             like = _kernels_result(func, args, kwargs, result)
             if like is not None and not _lies_alike(like, result):
                 return self._fake(like)
         return result
+
+    def _with_storage(self, view: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """`result` in a storage as large as the one `view` looks into, if it lies there as `view` does."""
+        whole = view.untyped_storage().nbytes()
+        if result.stride() != view.stride() or result.untyped_storage().nbytes() >= whole:
+            return result
+        with self, torch.no_grad():
+            base = torch.empty(whole // result.element_size(), dtype=result.dtype, device=result.device)
+            return base.as_strided(result.shape, result.stride(), view.storage_offset())
 
     def _fake(self, like: Any) -> Any:
         with self, torch.no_grad():
