@@ -100,7 +100,7 @@ class TrueFakes(FakeTensorMode):
         of_storage = getattr(func, "overloadpacket", None) in _COPIES_STORAGE
         self.cache_enabled = self.caches and not of_storage and not _makes_several(func)
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
             if not self.run or type(error) is not RuntimeError or not isinstance(func, OpOverload):
                 raise
