@@ -191,13 +191,13 @@ class _Lowering:
         self._add_sink("forward_end", forward_out)
         forward_end = len(self.nodes) - 1
         backward_start = len(self.nodes)
-        self._add_tangents(tangents)
+        more = self._add_tangents(tangents, primals, outputs)
         for node in calls:
             if node in backward:
                 self._add_op(node, mutated, graded, "gradients", rerunnable=False)
         mutation_positions = {at for at, _ in self.joint.mutations}
         held = [n for at, n in enumerate(outputs[: self.joint.n_forward_outputs]) if at not in mutation_positions]
-        self._add_sink("step_end", [*(n for n in held if isinstance(n, fx.Node)), *gradients, *tangents])
+        self._add_sink("step_end", [*(n for n in held if isinstance(n, fx.Node)), *gradients, *tangents], more)
         built = Graph(tuple(self.nodes), tuple(self.values), backward_start, tuple(external))
         return Lowered(
             built,
@@ -353,10 +353,12 @@ class _Lowering:
         on_cpu = not self.trace.target and all(t.device.type == "cpu" for t in tensors_of(node))
         return self.round_bytes(CPU_RNG_STATE_BYTES if on_cpu else CUDA_RNG_STATE_BYTES)
 
-    def _add_sink(self, name: str, held: Iterable[fx.Node]) -> None:
-        self._append(Node(name, self._reads(held), (), rerunnable=False, op=name), None)
+    def _add_sink(self, name: str, held: Iterable[fx.Node], more: Sequence[int] = ()) -> None:
+        self._append(Node(name, (*self._reads(held), *more), (), rerunnable=False, op=name), None)
 
-    def _add_tangents(self, tangents: Sequence[fx.Node]) -> None:
+    def _add_tangents(self, tangents: Sequence[fx.Node], primals: Sequence[fx.Node], made: Any) -> list[int]:
+        """The output gradients; returns the values that no node of the backward reads: of outputs that are inputs, or views of
+        inputs or of other outputs, and what autograd makes of a view's gradient, as large as what is viewed."""
         at = len(self.nodes)
         outputs = []
         for node in tangents:
@@ -365,7 +367,22 @@ class _Lowering:
             self.value_of[node] = len(self.values) - 1
             self.by_storage[self._key(node.meta["val"])] = len(self.values) - 1
             outputs.append(len(self.values) - 1)
+        own = len(outputs)
+        more: dict[str, fx.Node] = {}
+        trace = self.trace
+        for plan, takes, path in zip(self.joint.outputs, trace.takes_gradient, trace.output_paths, strict=True):
+            if takes and plan.kind != "value":
+                more[f"gradient of {path}"] = primals[plan.base] if plan.kind == "input" else made[plan.position]
+            if takes and plan.kind.startswith("view"):
+                base = (made if plan.kind == "view_of_output" else primals)[plan.base]
+                more[f"gradient of {base.name} from its views"] = base
+        for name, node in more.items():
+            like = node.meta["val"]
+            size = self.round_bytes(like.numel() * like.element_size())
+            self.values.append(Value(name, size, at, True, "tangents"))
+            outputs.append(len(self.values) - 1)
         self._append(Node("tangents", (), tuple(outputs), rerunnable=False, op="tangents"), None)
+        return outputs[own:]
 
 
 def _fills(into: torch.Tensor, made: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ class Step:
         for node in graph.nodes:
             of[node] = of[node].union(*(of[read] for read in node.all_input_nodes))
         made: Any = graph.output_node().args[0]
-        return tuple(of[made[position]] for position, _ in joint.gradients)
+        return tuple(of.get(made[position], frozenset()) for position, _ in joint.gradients)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Flat outputs of the model for the tensors of `Joint.inputs`, differentiable like the untouched model's."""

@@ -75,3 +75,37 @@ def test_linear_algebra_whose_success_is_checked(solve: Callable[..., torch.Tens
     inputs = x(4, 8).requires_grad_()
     expected = _left(copy.deepcopy(model), inputs)
     assert_same(expected, _left(gcsolve.solve(model, inputs, budget=1.0).module, inputs))
+
+
+class Aliases(nn.Module):
+    """Two layers, whose result goes out beside what `more` makes of it, the first weight, and the input."""
+
+    def __init__(self, more: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.more = nn.Linear(16, 16), nn.Linear(16, 16), more
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.second(self.first(x).tanh())
+        return h, self.more(h, self.first.weight, x)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda h, w, x: h.sin(),
+        lambda h, w, x: h,
+        lambda h, w, x: h[0],
+        lambda h, w, x: (h.t(), h[:, :8]),
+        lambda h, w, x: w,
+        lambda h, w, x: w[:4],
+        lambda h, w, x: x,
+        lambda h, w, x: x[:, 2:5],
+    ],
+    ids=["value", "same", "row", "two views", "parameter", "part of it", "input", "part of the input"],
+)
+def test_gradients_of_outputs_that_are_something_else_are_in_the_peak(more: Any) -> None:
+    """Also what autograd makes of a view's gradient, as large as what is viewed."""
+    plan = gcsolve.solve(Aliases(more), torch.randn(32, 16, requires_grad=True), budget=1.0, progress=False)
+    report = plan.verify(steps=2, repeats=0)
+    assert not report.differences
+    assert report.measured_peak_bytes == plan.peak_bytes
