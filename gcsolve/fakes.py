@@ -63,6 +63,9 @@ _COPIES_STORAGE = frozenset(
     {aten.copy, aten.select_scatter, aten.slice_scatter, aten.as_strided_scatter, aten.diagonal_scatter}
 )
 
+# The one number that these return lies in a storage with room for all terms of the loss (torch resizes it, and keeps that).
+_KEEPS_TERMS = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.binary_cross_entropy, aten.soft_margin_loss})
+
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default})
 _UNCHECKED = _TRUSTED - {aten._softmax, aten._log_softmax}  # their rules look at dtypes, or their kernels take any
 _OF_DTYPES = re.compile(r"dtype|data ?type|scalar type|not implemented for '")
@@ -97,8 +100,9 @@ class TrueFakes(FakeTensorMode):
         kwargs = kwargs or {}
         # What torch keeps of fake results has lost which of several share a storage, and how much of one a view leaves out:
         # a second call would differ.
-        of_storage = getattr(func, "overloadpacket", None) in _COPIES_STORAGE
-        self.cache_enabled = self.caches and not of_storage and not _makes_several(func)
+        packet = getattr(func, "overloadpacket", None)
+        of_storage = packet in _COPIES_STORAGE
+        self.cache_enabled = self.caches and not (of_storage or packet in _KEEPS_TERMS or _makes_several(func))
         try:
             result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
@@ -114,6 +118,8 @@ class TrueFakes(FakeTensorMode):
                 raise type(refused)(*refused.args)
         if of_storage:
             return self._with_storage(args[0], result)
+        if packet in _KEEPS_TERMS and not result.dim():
+            return self._one_of(torch.broadcast_shapes(*(t.shape for t in _tensors((args, kwargs)))), result)
         asked = self.run or func in SIZED_BY_KERNELS
         if asked and isinstance(func, OpOverload) and _doubtful(func, args, kwargs, result):
             like = _kernels_result(func, args, kwargs, result)
@@ -129,6 +135,11 @@ class TrueFakes(FakeTensorMode):
         with self, torch.no_grad():
             base = torch.empty(whole // result.element_size(), dtype=result.dtype, device=result.device)
             return base.as_strided(result.shape, result.stride(), view.storage_offset())
+
+    def _one_of(self, shape: Sequence[int], result: torch.Tensor) -> torch.Tensor:
+        """`result`, a number, in a storage for a tensor of that shape."""
+        with self, torch.no_grad():
+            return torch.empty(shape, dtype=result.dtype, device=result.device).as_strided((), ())
 
     def _fake(self, like: Any) -> Any:
         with self, torch.no_grad():

@@ -205,6 +205,32 @@ def test_a_copy_of_a_view_takes_the_whole_storage(name: str, place: int) -> None
     assert faked[0][0] == 8 * 16 * 24 * 4
 
 
+LOSSES = (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_lies_in_the_storage_of_its_terms(loss: Callable[..., Tensor], reduction: str) -> None:
+    def size() -> int:
+        return loss(torch.full((8, 24), 0.5), torch.ones(8, 24), reduction=reduction).untyped_storage().nbytes()
+
+    with TrueFakes(True):
+        faked = [size() for _ in range(3)]
+    assert faked == [size()] * 3 == [8 * 24 * 4] * 3
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_the_peak_of_a_model_that_returns_its_loss(loss: Callable[..., Tensor]) -> None:
+    class Fitted(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return loss(super().forward(x), torch.full_like(x, 0.5))
+
+    model = Fitted(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64), nn.Sigmoid())
+    report = gcsolve.solve(model, torch.rand(512, 64), budget=1.0, progress=False).verify(steps=1, repeats=0)
+    assert not report.differences
+    assert 0 <= report.predicted_peak_bytes - report.measured_peak_bytes < 64 * 20  # rounded up, value by value
+
+
 class Scan(nn.Module):
     """States written one by one into a tensor, as recurrent models in plain torch do."""
 
