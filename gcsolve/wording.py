@@ -50,6 +50,8 @@ _CANNOT = (
         "Update torch (2.13 can), draw from the default generator",
     ),
     ("being vmapped", "torch.vmap", "Write it with batched ops"),
+    ("DynamicOutputShape", "an op whose result is as large as its values say", "Compute what it gives outside"),
+    ("randint_like is not implemented", "randint_like of a tensor that needs a gradient", "Give it x.detach()"),
 )
 
 
@@ -95,8 +97,9 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
                     f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
                 )
         return TraceError(
-            f"{subject} branches on a tensor's value{at}: the two ways would need two plans. Replace the branch "
-            "by torch.where, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
+            f"{subject} branches on a tensor's value{at}, or calls an op there that does so itself (as torch.cov and torch.istft "
+            "do): the two ways would need two plans. Replace the branch by torch.where, or plan the submodules around it: "
+            "model.part = gcsolve.solve(model.part, ...).module"
         )
     for found, what, text in _CANNOT:
         if found in str(error) or found in name:

@@ -262,6 +262,12 @@ HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
     "compiled function": (lambda m, x: m.compiled(m.a(x)), r"compiled with torch\.compile.*uncompiled"),
     "lazy module": (lambda m, x: m.lazy(m.a(x)), "lazy.weight has no shape yet .*call the model once"),
     "sparse gradient": (lambda m, x: F.embedding(torch.arange(4), m.a.weight, sparse=True), "sparse=False"),
+    "covariance": (lambda m, x: torch.cov(m.a(x)), r"at .*test_ex.*, or calls an op there that does so itself"),
+    "least squares": (
+        lambda m, x: torch.linalg.lstsq(m.a(x), x).solution,
+        r"as large as its values say at .*test_ex.*outside",
+    ),
+    "randint_like": (lambda m, x: torch.randint_like(m.a(x), 1, 5) * m.a(x), r"randint_like of .*x\.detach"),
     "host branch": (
         lambda m, x: m.a(x) if torch.rand(1).item() < 0.5 else x,
         r"branches on a tensor's value at .*test_ex",
