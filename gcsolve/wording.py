@@ -97,9 +97,9 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
                     f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
                 )
         return TraceError(
-            f"{subject} branches on a tensor's value{at}, or calls an op there that does so itself (as torch.cov and torch.istft "
-            "do): the two ways would need two plans. Replace the branch by torch.where, or plan the submodules around it: "
-            "model.part = gcsolve.solve(model.part, ...).module"
+            f"{subject} branches on a tensor's value{at}, or calls an op there that does so itself (as torch.cov and "
+            "torch.istft do): the two ways would need two plans. Replace the branch by torch.where, or plan the submodules "
+            "around it: model.part = gcsolve.solve(model.part, ...).module"
         )
     for found, what, text in _CANNOT:
         if found in str(error) or found in name:
