@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gcsolve._torch import global_module_hooks
 from gcsolve.attributes import CODE, OWN_STATE, PLAIN, identity, token
@@ -31,6 +32,11 @@ def refuse_hooks(model: nn.Module) -> None:
         raise TraceError(
             "hooks for all modules are registered (torch.nn.modules.module.register_module_*_hook), which would not run in "
             "a planned step; remove them, or put hooks on the model itself or on its parameters"
+        )
+    if any(isinstance(hook, SpectralNorm) for hook in model._forward_pre_hooks.values()):
+        raise TraceError(
+            "torch.nn.utils.spectral_norm is on the model itself: its hook makes the weight before a planned step begins, not "
+            "yet when it is planned. Use torch.nn.utils.parametrizations.spectral_norm, or plan torch.nn.Sequential(model)"
         )
     for name, module in model.named_modules():
         kinds = {"backward hook": module._backward_hooks, "backward pre-hook": module._backward_pre_hooks}

@@ -162,3 +162,12 @@ def test_another_hook_or_one_that_reads_another_value_is_planned_again() -> None
         change()
         assert_same(train(copy.deepcopy(model), x(8, 16)), train(copy.deepcopy(plan.module), x(8, 16)))
     assert len(plan.module._gcsolve.cache) == 4  # type: ignore[union-attr]
+
+
+def test_a_hook_of_the_model_that_makes_its_weight_is_refused_and_wrapped_works() -> None:
+    """Legacy spectral_norm; in a submodule it is traced as part of forward."""
+    model, x = nn.utils.spectral_norm(nn.Linear(8, 8)), torch.randn(64, 8)
+    with pytest.raises(TraceError, match=r"parametrizations\.spectral_norm, or plan torch\.nn\.Sequential\(model\)"):
+        gcsolve.solve(model, x, budget=1.0)
+    plan = gcsolve.solve(nn.Sequential(model), x, budget=1.0)
+    assert not plan.verify(steps=3, repeats=0).differences
