@@ -522,6 +522,7 @@ def test_a_buffer_that_is_nothing_yet_or_of_another_shape_afterwards() -> None:
     assert planned.average.shape == (64,)
 
 
+@since_213  # takes a torch.Generator
 def test_verify_gives_each_model_its_own_inputs() -> None:
     """A tensor that forward changes, a dict that it fills, and a generator that it draws from."""
 
