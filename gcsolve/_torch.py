@@ -50,6 +50,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "below_autograd",
     "boxed_graph_module",
+    "current_backward",
     "disable_autocast",
     "global_module_hooks",
     "is_autocast_region",
@@ -58,6 +59,7 @@ __all__ = [
     "no_modes",
     "profiler_running",
     "pytree",
+    "runs_in_this_backward",
     "start_memory_profile",
     "stop_memory_profile",
     "storage_key",
@@ -257,6 +259,16 @@ def float32_in(backend: str, op: str) -> str:
 def disable_autocast() -> contextlib.AbstractContextManager[Any]:
     """No autocast in this block: the casts are already ops of the emitted graphs."""
     return torch._C._DisableAutocast()
+
+
+def current_backward() -> int:
+    """Number of the pass of autograd that is under way."""
+    return torch._C._current_graph_task_id()
+
+
+def runs_in_this_backward(node: Any) -> bool:
+    """Whether the pass of autograd that is under way runs that node of its graph, or has run it."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:

@@ -22,8 +22,13 @@ from gcsolve._torch import Casts, FakeTensor, OpsSeen, is_autocast_region, is_of
 from gcsolve.reached import REACHED_KERNELS
 
 
-def share_casts(module: fx.GraphModule) -> None:
-    """Rewrite an exported module that runs under autocast, or has regions that do."""
+def share_casts(module: fx.GraphModule) -> dict[int, torch.dtype]:
+    """Rewrite an exported module that runs under autocast, or has regions that do.
+
+    Returns:
+        id of each weight that autocast casts, and keeps cast as long as its block lasts -> dtype that it is cast to.
+    """
+    kept_casts: dict[int, torch.dtype] = {}
     weights = {
         node: kept
         for node in module.graph.find_nodes(op="get_attr")
@@ -31,7 +36,7 @@ def share_casts(module: fx.GraphModule) -> None:
     }
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
-            _share(module.graph, weights, kind, torch.get_autocast_dtype(kind))
+            kept_casts |= _share(module.graph, weights, kind, torch.get_autocast_dtype(kind))
     for node in list(module.graph.nodes):
         if is_autocast_region(node.target):
             kind, dtype, enabled, cached, inner, *given = node.args
@@ -39,9 +44,10 @@ def share_casts(module: fx.GraphModule) -> None:
             read = region.graph.find_nodes(op="placeholder")
             inside = {there: weights[arg] for there, arg in zip(read, given, strict=True) if arg in weights}
             if enabled and cached:
-                _share(region.graph, inside, str(kind), dtype or torch.get_autocast_dtype(kind))
+                kept_casts |= _share(region.graph, inside, str(kind), dtype or torch.get_autocast_dtype(kind))
             region.recompile()
     module.recompile()
+    return kept_casts
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
@@ -49,7 +55,9 @@ def _attribute(module: nn.Module, name: str) -> Any:
     return getattr(module.get_submodule(path), last)
 
 
-def _share(graph: fx.Graph, weights: Mapping[fx.Node, nn.Parameter], kind: str, dtype: torch.dtype) -> None:
+def _share(
+    graph: fx.Graph, weights: Mapping[fx.Node, nn.Parameter], kind: str, dtype: torch.dtype
+) -> dict[int, torch.dtype]:
     same: dict[int, fx.Node] = {}  # a tied weight is read under several names
     for node, weight in weights.items():
         if id(weight) in same:
@@ -75,6 +83,7 @@ def _share(graph: fx.Graph, weights: Mapping[fx.Node, nn.Parameter], kind: str, 
             }
             for user in users[node]:
                 user.replace_input_with(node, once)
+    return {id(weights[node]): dtype for node in casts}
 
 
 def _casts(user: fx.Node, read: Iterable[fx.Node], kind: str, dtype: torch.dtype) -> dict[fx.Node, int]:

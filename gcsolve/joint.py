@@ -86,6 +86,8 @@ class Joint:
     `inputs`: one entry a forward placeholder: ("param", FQN), ("buffer", FQN), ("constant", name), ("input", index),
     ("attribute", name) for a tensor that is a module's plain attribute, ("source", index) and ("generator", name) for a
     random generator among the inputs or a module's attributes.
+    `cast_weights`: (position in inputs, dtype) of each weight that autocast casts for all its uses, and keeps cast as long
+    as its block lasts.
     `tangents`: for each tangent placeholder, the position of the forward output it belongs to.
     `outputs`: one entry a flat output of the model. `mutations`: (position in graph outputs, position in inputs).
     `gradients`: (position in graph outputs, position in inputs). The first `n_forward_outputs` graph outputs are the
@@ -94,6 +96,7 @@ class Joint:
 
     graph_module: fx.GraphModule
     inputs: tuple[tuple[str, Any], ...]
+    cast_weights: tuple[tuple[int, torch.dtype], ...]
     tangents: tuple[int, ...]
     outputs: tuple[OutputPlan, ...]
     mutations: tuple[tuple[int, int], ...]
@@ -181,16 +184,17 @@ def capture_joint(
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
         functions = around.enter_context(KeptFunctions())
+        casts: dict[int, torch.dtype] = {}
         if exported:
             with functions.recording(), backends_left_on():
                 program = torch.export.export(module, tuple(args), strict=False)
             module = program.module(check_guards=False)
-            share_casts(module)
+            casts = share_casts(module)
         with contextlib.ExitStack() as stack:
             captured = aot_export_joint_with_descriptors(
                 stack, module, tuple(args), decompositions=_AS_EAGER if on_cpu else {}
             )
-    return _with_generators(_described(captured, module), stand_ins)
+    return _with_generators(_described(captured, module, casts), stand_ins)
 
 
 def _with_generators(joint: Joint, stand_ins: StandIns) -> Joint:
@@ -213,8 +217,12 @@ def _with_generators(joint: Joint, stand_ins: StandIns) -> Joint:
     return replace(joint, inputs=(*joint.inputs, *places))
 
 
-def _described(captured: Any, module: nn.Module) -> Joint:
-    """AOTAutograd's descriptors and metadata as our own frozen record."""
+def _described(captured: Any, module: nn.Module, casts: Mapping[int, torch.dtype]) -> Joint:
+    """AOTAutograd's descriptors and metadata as our own frozen record.
+
+    Args:
+        casts: as `share_casts` returns them.
+    """
     metadata = captured._aot_state.fw_metadata
     gm: fx.GraphModule = captured.graph_module
     inputs: list[tuple[str, Any]] = []
@@ -249,11 +257,18 @@ def _described(captured: Any, module: nn.Module) -> Joint:
     bases: list[int] = []
     mutations: list[tuple[int, int]] = []
     gradients: list[tuple[int, int]] = []
+    cast_weights: list[tuple[int, torch.dtype]] = []
     n_forward = 0
     for at, what in enumerate(found):
         if isinstance(what, aot_descriptors.GradAOTOutput):
             if made[at] is not None:
-                gradients.append((at, descriptions.index(what.grad_of)))
+                weight = descriptions.index(what.grad_of)
+                gradients.append((at, weight))
+                dtype = (
+                    casts.get(id(_attribute(module, str(inputs[weight][1])))) if inputs[weight][0] == "param" else None
+                )
+                if dtype is not None and _is_cast_from(made[at], dtype):
+                    cast_weights.append((weight, dtype))
             continue
         if what is None:  # the place of an input that needs no gradient
             continue
@@ -280,6 +295,7 @@ def _described(captured: Any, module: nn.Module) -> Joint:
     return Joint(
         graph_module=gm,
         inputs=tuple(inputs),
+        cast_weights=tuple(cast_weights),
         tangents=tuple(list(found).index(what) for what in tangent_of),
         outputs=tuple(_output_plan(info, i, positions, bases, made) for i, info in enumerate(metadata.output_info)),
         mutations=tuple(mutations),
@@ -287,6 +303,10 @@ def _described(captured: Any, module: nn.Module) -> Joint:
         n_forward_outputs=n_forward,
         constants=constants,
     )
+
+
+def _is_cast_from(node: fx.Node, dtype: torch.dtype) -> bool:
+    return node.target is torch.ops.aten._to_copy.default and node.all_input_nodes[0].meta["val"].dtype == dtype
 
 
 def _lay_tangents_densely(graph: fx.Graph) -> None:

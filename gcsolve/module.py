@@ -33,6 +33,7 @@ from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.hooks import hooks_token
 from gcsolve.runtime import Step
+from gcsolve.shared_casts import block_goes_on
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
 from gcsolve.trace import PREFIX, Trace
 
@@ -287,7 +288,8 @@ def run(
     steps.set_up(model)
     step = steps.known(model, tensors, template)
     if step is None:
-        step = steps.replan(model, args, kwargs)
+        with block_goes_on():
+            step = steps.replan(model, args, kwargs)
         steps.add(settled_signature(model, step.trace, tensors, template), step)
         steps.set_up(model)
     for name in (*step.trace.replaced, *(name for name, _ in step.trace.filled)):

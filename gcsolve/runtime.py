@@ -21,6 +21,7 @@ from gcsolve.context import Context
 from gcsolve.emit import Emitted
 from gcsolve.errors import CallError
 from gcsolve.from_fx import source_line
+from gcsolve.shared_casts import SharedCasts
 from gcsolve.trace import Trace
 
 
@@ -150,6 +151,7 @@ class _Function(torch.autograd.Function):
                 inputs[at].copy_(results[position])
         ctx.set_materialize_grads(False)  # else autograd makes zeros for outputs that no gradient was planned for
         ctx.step = step
+        ctx.shared_casts = SharedCasts(ctx, [(at, inputs[at], dtype) for at, dtype in joint.cast_weights])
         ctx.n_saved = emitted.n_saved
         ctx.save_for_backward(*results[n:], *(inputs[i] for i in emitted.backward_inputs))
         # Neither what is written already nor an input itself, which autograd would detach where it stands.
@@ -184,6 +186,7 @@ class _Function(torch.autograd.Function):
             at: g if not origins or there & origins else None
             for (_, at), g, origins in zip(joint.gradients, made, step.origins, strict=True)
         }
+        by_input |= ctx.shared_casts.summed(by_input)
         return (None, *(by_input[at] for at in sorted(by_input)))
 
 

@@ -103,30 +103,6 @@ def test_a_plan_for_backward_inside_the_block_is_verified_and_saved_as_such(tmp_
         gcsolve.solve(model, inputs, budget=1.0, autocast_backward=1)  # type: ignore[arg-type]
 
 
-def test_two_calls_in_one_block_sum_their_gradients_in_the_weights_own_precision() -> None:
-    """Eager keeps the weight's cast for the block and sums both calls' gradients in bfloat16: the planned sum is the more
-    exact one, and as eager's with a block around each call."""
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-
-    def gradient(module: nn.Module, *, blocks: int) -> torch.Tensor:
-        module.zero_grad()
-        outputs: list[torch.Tensor] = []
-        for _ in range(blocks):
-            with _block():
-                outputs += [module(x(32, 64) * (k + 1)) for k in range(len(outputs), len(outputs) + 2 // blocks)]
-        sum(o.float().square().mean() for o in outputs).backward()  # type: ignore[union-attr]
-        return module.weight.grad.clone()  # type: ignore[union-attr, operator]
-
-    with _block():
-        plan = gcsolve.solve(model, x(32, 64), budget=1.0)
-    eager, apart = gradient(copy.deepcopy(model), blocks=1), gradient(copy.deepcopy(model), blocks=2)
-    found = gradient(plan.module, blocks=1)
-    assert not torch.equal(eager, apart)
-    assert torch.equal(found, apart)
-    assert (found - eager).abs().max() <= 2.0**-8 * eager.abs().max()  # one rounding to bfloat16
-
-
 @pytest.mark.skipif(not hasattr(torch.linalg, "polar"), reason="this torch has none")
 def test_a_kernel_that_casts_inside_and_is_not_planned_is_refused() -> None:
     model = Of(lambda m, x: torch.linalg.polar(m.a(x).float())[0], a=nn.Linear(8, 8))
