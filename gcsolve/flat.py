@@ -92,6 +92,7 @@ class Flat(nn.Module):
         self.model = model
         self.call = call
         self.last = Last()
+        self.parted: frozenset[int] = frozenset()  # flat outputs that are traced as if no other shared their memory
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call = self.call
@@ -152,7 +153,10 @@ class Flat(nn.Module):
             rehearsed.sets_default_dtype,
             rehearsed.value_line,
         )
-        return tuple(t.detach() if d and not k else t for t, d, k in zip(outputs, differentiable, takes, strict=True))
+        return tuple(
+            t.detach() if d and not k else torch.ops.aten._unsafe_view(t, t.shape) if at in self.parted else t
+            for at, (t, d, k) in enumerate(zip(outputs, differentiable, takes, strict=True))
+        )
 
 
 def _loss(loss: Callable[[Any], Any], output: Any) -> torch.Tensor:

@@ -91,7 +91,8 @@ class Joint:
     `tangents`: for each tangent placeholder, the position of the forward output it belongs to.
     `outputs`: one entry a flat output of the model. `mutations`: (position in graph outputs, position in inputs).
     `gradients`: (position in graph outputs, position in inputs). The first `n_forward_outputs` graph outputs are the
-    forward's. `constants`: tensors that the model made or holds outside its parameters and buffers.
+    forward's. `constants`: tensors that the model made or holds outside its parameters and buffers. `parted`: flat outputs
+    that share memory with another, but not their place in autograd.
     """
 
     graph_module: fx.GraphModule
@@ -103,6 +104,7 @@ class Joint:
     gradients: tuple[tuple[int, int], ...]
     n_forward_outputs: int
     constants: dict[str, torch.Tensor]
+    parted: frozenset[int] = frozenset()
 
 
 _KINDS = {
@@ -305,6 +307,21 @@ def _described(captured: Any, module: nn.Module, casts: Mapping[int, torch.dtype
     )
 
 
+def summed_otherwise(joint: Joint) -> frozenset[int]:
+    """The flat outputs that are views of one another where three or more gradients meet at what they view. Autograd would sum
+    those of the outputs before the planned backward begins; eager sums all of them in the order of the model's ops."""
+    starts = joint.graph_module.graph.find_nodes(op="placeholder")[len(joint.inputs) :]
+    tangent = dict(zip(joint.tangents, starts, strict=True))
+    found: set[int] = set()
+    for base in {plan.base for plan in joint.outputs if plan.kind == "view_of_output" and plan.base in tangent}:
+        views = [at for at, plan in enumerate(joint.outputs) if plan.kind == "view_of_output" and plan.base == base]
+        whole = [at for at, plan in enumerate(joint.outputs) if plan.kind == "value" and plan.position == base]
+        inside = any(user.target is torch.ops.aten.add.Tensor for user in tangent[base].users)
+        if len(views) + len(whole) + inside > 2:
+            found.update(views, whole)
+    return frozenset(found)
+
+
 def _is_cast_from(node: fx.Node, dtype: torch.dtype) -> bool:
     return node.target is torch.ops.aten._to_copy.default and node.all_input_nodes[0].meta["val"].dtype == dtype
 
@@ -317,6 +334,10 @@ def _lay_tangents_densely(graph: fx.Graph) -> None:
         if not isinstance(node.meta["desc"], aot_descriptors.TangentAOTInput):
             continue
         tangent = node.meta["val"]
+        for user in list(node.users):  # of a parted output
+            if user.target is torch.ops.aten.view.default and user.meta["val"].shape == tangent.shape:
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
         read = (user.target for user in node.users)
         if tangent.untyped_storage().nbytes() > tangent.numel() * tangent.element_size() and all(
             isinstance(target, OpOverload) and not view_like(target) for target in read

@@ -157,12 +157,15 @@ class _Function(torch.autograd.Function):
         # Neither what is written already nor an input itself, which autograd would detach where it stands.
         unsaid = {position for position, _ in joint.mutations}
         unsaid |= {plan.position for plan in joint.outputs if plan.kind == "input"}
-        returned = tuple(None if p in unsaid else r for p, r in enumerate(results[:n]))
+        returned = _in_one_memory(
+            [None if p in unsaid else r for p, r in enumerate(results[:n])],
+            [plan.position for at, plan in enumerate(joint.outputs) if at in joint.parted],
+        )
         tangents = set(joint.tangents)
         ctx.mark_non_differentiable(
             *(r for p, r in enumerate(returned) if p not in tangents and isinstance(r, torch.Tensor))
         )
-        return returned  # type: ignore[return-value]
+        return tuple(returned)  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -188,6 +191,16 @@ class _Function(torch.autograd.Function):
         }
         by_input |= ctx.shared_casts.summed(by_input)
         return (None, *(by_input[at] for at in sorted(by_input)))
+
+
+def _in_one_memory(returned: list[Any], parted: Sequence[int]) -> list[Any]:
+    """Parted outputs (`Joint.parted`) as views, so that autograd refuses to change one in place behind another's back."""
+    viewed: dict[int, torch.Tensor] = {}
+    for position in parted:
+        value = returned[position]
+        base = viewed.setdefault(value.untyped_storage().data_ptr(), value)
+        returned[position] = _viewed(base, value)
+    return returned
 
 
 def _at(node: fx.Node) -> str:

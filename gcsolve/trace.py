@@ -26,7 +26,7 @@ from gcsolve.flat import Call, Flat, Seen
 from gcsolve.functions import KeptFunctions
 from gcsolve.heard import heard
 from gcsolve.hooks import HooksRefused, refuse_hooks
-from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor
+from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor, summed_otherwise
 from gcsolve.kernels import TargetKernels
 from gcsolve.randomness import StandIns, draws_on_the_host, draws_refused, host_states, set_host_states
 from gcsolve.source import is_user_file, shown_path
@@ -183,15 +183,22 @@ def _traced(
             exported = not (flat.last.seen.uses_autograd or flat.last.seen.sets_default_dtype)
             flat.last.expected = flat.last.seen.calls if exported else None
             fakes = [fake_tensor(mode, t) for t in flat_inputs]
-            joint = capture_joint(
-                flat,
-                fakes,
-                mode,
-                stand_ins,
-                exported=exported,
-                on_cpu=kernels is None,
-                autocast_backward=autocast_backward,
-            )
+
+            def capture() -> Joint:
+                return capture_joint(
+                    flat,
+                    fakes,
+                    mode,
+                    stand_ins,
+                    exported=exported,
+                    on_cpu=kernels is None,
+                    autocast_backward=autocast_backward,
+                )
+
+            joint = capture()
+            flat.parted = summed_otherwise(joint)
+            if flat.parted:
+                joint = replace(capture(), parted=flat.parted)
         except GcsolveError:
             raise
         except Exception as error:

@@ -29,6 +29,11 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "imaginary part of a conjugate": lambda m, x: _complex(m, x).conj().imag,
     "expanded output": lambda m, x: (y := m.a(x), y[:, None].expand(4, 3, 8)),
     "expanded input": lambda m, x: (m.a(x), x[None].expand(50, 4, 8)),
+    "output and view, and more of it": lambda m, x: (h := m.b(m.a(x).tanh()), h.view(-1), h.sin(), h.t().cos().exp()),
+    "views of something inside": lambda m, x: ((h := m.b(m.a(x)).tanh())[:, :5], h.t()[3:], h[1], h.exp(), h.sin()),
+    "views in another order": lambda m, x: (lambda a, b, c: (c, a, b))((h := m.a(x))[:, :5], h[:, 3:], h[1:3, 2:7]),
+    "expanded, and more of it": lambda m, x: (y := m.a(x), y[:, None].expand(4, 3, 8), y.sin(), y.cos()),
+    "complex view, and more of it": lambda m, x: (z := _complex(m, x), torch.view_as_real(z), z.abs(), z.real.sin()),
     "bits of an output": lambda m, x: (y := m.a(x), y.detach().view(torch.int32)),
 }
 
@@ -44,6 +49,21 @@ def _left(module: nn.Module, inputs: torch.Tensor) -> dict[str, Any]:
     left: dict[str, Any] = {f"output {k}": o.detach().resolve_conj().resolve_neg() for k, o in enumerate(outputs)}
     left |= {f"needs {k}": torch.tensor(o.requires_grad) for k, o in enumerate(outputs)}
     return left | {"x": inputs.grad} | {name: p.grad for name, p in module.named_parameters()}
+
+
+def test_a_view_whose_gradient_is_summed_inside_is_not_changed_in_place() -> None:
+    """Autograd would leave the change out of the other's gradient, and the result would be wrong without a word."""
+    model = Of(lambda m, x: (h := m.a(x), h.view(-1), h.sin()), a=nn.Linear(8, 8))
+    module = gcsolve.solve(model, x(4, 8), budget=1.0).module
+    for k in range(2):
+        outputs = module(x(4, 8))
+        assert outputs[0].data_ptr() == outputs[1].data_ptr()
+        with pytest.raises(RuntimeError, match=r"is a view and is being modified inplace.*out-of-place"):
+            outputs[k].mul_(2)
+        with torch.no_grad():
+            outputs[k].mul_(2)
+        with pytest.raises(RuntimeError, match=r"another view of its base has been modified inplace"):
+            outputs[1 - k].square()
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -96,12 +116,13 @@ class Aliases(nn.Module):
         lambda h, w, x: h,
         lambda h, w, x: h[0],
         lambda h, w, x: (h.t(), h[:, :8]),
+        lambda h, w, x: (h.view(-1), h.sin(), h.cos()),
         lambda h, w, x: w,
         lambda h, w, x: w[:4],
         lambda h, w, x: x,
         lambda h, w, x: x[:, 2:5],
     ],
-    ids=["value", "same", "row", "two views", "parameter", "part of it", "input", "part of the input"],
+    ids=["value", "same", "row", "two views", "view and more", "parameter", "part of it", "input", "part of the input"],
 )
 def test_gradients_of_outputs_that_are_something_else_are_in_the_peak(more: Any) -> None:
     """Also what autograd makes of a view's gradient, as large as what is viewed."""
@@ -109,3 +130,37 @@ def test_gradients_of_outputs_that_are_something_else_are_in_the_peak(more: Any)
     report = plan.verify(steps=2, repeats=0)
     assert not report.differences
     assert report.measured_peak_bytes == plan.peak_bytes
+
+
+class Tied(nn.Module):
+    """One weight, used `times` times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.weight, self.times = nn.Parameter(torch.randn(32, 32) / 6), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = (x @ self.weight).tanh()
+        return x
+
+
+@pytest.mark.parametrize("elsewhere", ["weight decay in the loss", "a second call"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_from_elsewhere_in_the_same_backward(elsewhere: str, times: int) -> None:
+    """The README's limit: bitwise for a weight used once, another order of three or more terms for a tied one."""
+    torch.manual_seed(0)
+    model = Tied(times)
+    inputs = x(64, 32)
+
+    def gradient(module: Any) -> torch.Tensor:
+        module.weight.grad = None
+        loss = module(inputs).square().mean()
+        more = module(2 * inputs).sin().mean() if elsewhere == "a second call" else 0.1 * module.weight.square().sum()
+        (loss + more).backward()
+        return module.weight.grad
+
+    expected = gradient(copy.deepcopy(model))
+    found = gradient(gcsolve.solve(model, inputs, budget="1MB").module)
+    assert torch.equal(found, expected) == (times == 1)
+    torch.testing.assert_close(found, expected)
