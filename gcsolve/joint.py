@@ -308,17 +308,28 @@ def _described(captured: Any, module: nn.Module, casts: Mapping[int, torch.dtype
 
 
 def summed_otherwise(joint: Joint) -> frozenset[int]:
-    """The flat outputs that are views of one another where three or more gradients meet at what they view. Autograd would sum
-    those of the outputs before the planned backward begins; eager sums all of them in the order of the model's ops."""
-    starts = joint.graph_module.graph.find_nodes(op="placeholder")[len(joint.inputs) :]
+    """The flat outputs that are views of one another, or an input or views of it, where three or more gradients meet at what
+    they view. Autograd would sum those of the outputs before the planned backward begins, or after it; eager sums all of
+    them in the order of the model's ops."""
+    graph = joint.graph_module.graph
+    made: Any = graph.output_node().args[0]
+    starts = graph.find_nodes(op="placeholder")[len(joint.inputs) :]
     tangent = dict(zip(joint.tangents, starts, strict=True))
+    gradient = {at: made[position] for position, at in joint.gradients}
+    sharing: dict[tuple[str, int], set[int]] = {}
+    for at, plan in enumerate(joint.outputs):
+        if plan.requires_grad and plan.kind in ("input", "view_of_input"):
+            sharing.setdefault(("input", plan.base), set()).add(at)
+        elif plan.requires_grad:
+            sharing.setdefault(("made", plan.position if plan.kind == "value" else plan.base), set()).add(at)
     found: set[int] = set()
-    for base in {plan.base for plan in joint.outputs if plan.kind == "view_of_output" and plan.base in tangent}:
-        views = [at for at, plan in enumerate(joint.outputs) if plan.kind == "view_of_output" and plan.base == base]
-        whole = [at for at, plan in enumerate(joint.outputs) if plan.kind == "value" and plan.position == base]
-        inside = any(user.target is torch.ops.aten.add.Tensor for user in tangent[base].users)
-        if len(views) + len(whole) + inside > 2:
-            found.update(views, whole)
+    for (kind, place), outputs in sharing.items():
+        if kind == "input" and place in gradient:
+            inside = 2 if gradient[place].target is torch.ops.aten.add.Tensor else 1
+        else:
+            inside = place in tangent and any(u.target is torch.ops.aten.add.Tensor for u in tangent[place].users)
+        if len(outputs) + inside > 2 and any(joint.outputs[at].kind != "value" for at in outputs):
+            found |= outputs
     return frozenset(found)
 
 

@@ -160,6 +160,7 @@ class _Function(torch.autograd.Function):
         returned = _in_one_memory(
             [None if p in unsaid else r for p, r in enumerate(results[:n])],
             [plan.position for at, plan in enumerate(joint.outputs) if at in joint.parted],
+            inputs,
         )
         tangents = set(joint.tangents)
         ctx.mark_non_differentiable(
@@ -193,9 +194,10 @@ class _Function(torch.autograd.Function):
         return (None, *(by_input[at] for at in sorted(by_input)))
 
 
-def _in_one_memory(returned: list[Any], parted: Sequence[int]) -> list[Any]:
+def _in_one_memory(returned: list[Any], parted: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
     """Parted outputs (`Joint.parted`) as views, so that autograd refuses to change one in place behind another's back."""
-    viewed: dict[int, torch.Tensor] = {}
+    there = [t for t in inputs if isinstance(t, torch.Tensor)] if parted else []
+    viewed = {t.untyped_storage().data_ptr(): t for t in there}
     for position in parted:
         value = returned[position]
         base = viewed.setdefault(value.untyped_storage().data_ptr(), value)

@@ -34,6 +34,8 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
     "views in another order": lambda m, x: (lambda a, b, c: (c, a, b))((h := m.a(x))[:, :5], h[:, 3:], h[1:3, 2:7]),
     "expanded, and more of it": lambda m, x: (y := m.a(x), y[:, None].expand(4, 3, 8), y.sin(), y.cos()),
     "complex view, and more of it": lambda m, x: (z := _complex(m, x), torch.view_as_real(z), z.abs(), z.real.sin()),
+    "an input, and more of it": lambda m, x: (m.a(x), x, x.sin(), x.view(-1), x[1:3].cos()),
+    "a parameter, and more of it": lambda m, x: (m.a(m.a(x)), m.a.weight, m.a.weight.t()[:4]),
     "bits of an output": lambda m, x: (y := m.a(x), y.detach().view(torch.int32)),
 }
 
@@ -121,8 +123,20 @@ class Aliases(nn.Module):
         lambda h, w, x: w[:4],
         lambda h, w, x: x,
         lambda h, w, x: x[:, 2:5],
+        lambda h, w, x: (x, x.sin(), w, w.t(), w.cos()),
     ],
-    ids=["value", "same", "row", "two views", "view and more", "parameter", "part of it", "input", "part of the input"],
+    ids=[
+        "value",
+        "same",
+        "row",
+        "two views",
+        "view and more",
+        "parameter",
+        "part of it",
+        "input",
+        "part of the input",
+        "input and more",
+    ],
 )
 def test_gradients_of_outputs_that_are_something_else_are_in_the_peak(more: Any) -> None:
     """Also what autograd makes of a view's gradient, as large as what is viewed."""
