@@ -154,8 +154,8 @@ class ByHand(TorchFunctionMode):
             if args[0].requires_grad:
                 self.data[made] = True
             return made
-        name = getattr(func, "__name__", "")
-        if func == _set_data or (writes_in_place(name) and self._is_data(args)):
+        name, first = getattr(func, "__name__", ""), first_argument(args, kwargs)
+        if func == _set_data or (writes_in_place(name) and self._is_data(first)):
             raise TraceError(
                 f"forward changes a tensor through .data at {running_line()}, behind autograd's back, which a traced step "
                 "cannot repeat; change it under torch.no_grad(), or work on a clone"
@@ -166,12 +166,12 @@ class ByHand(TorchFunctionMode):
                 "what it does in the backward of a torch.autograd.Function, or set it on a parameter outside forward"
             )
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and self._is_data(args) and storage_key(result) == storage_key(args[0]):
+        if isinstance(result, torch.Tensor) and self._is_data(first) and storage_key(result) == storage_key(first):
             self.data[result] = True
         return result
 
-    def _is_data(self, args: Any) -> bool:
-        return bool(args) and isinstance(args[0], torch.Tensor) and args[0] in self.data
+    def _is_data(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor in self.data
 
 
 _data: Any = torch.Tensor.data
@@ -183,3 +183,10 @@ def writes_in_place(name: str) -> bool:
     if name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__"):
         return True
     return name.endswith("_") and not name.endswith("__")
+
+
+def first_argument(args: Any, kwargs: Any) -> Any:
+    """The argument that a torch function which writes in place changes, wherever it stands in the call; None: it has none."""
+    if args:
+        return args[0]
+    return next((kwargs[name] for name in ("input", "self", "tensor") if name in (kwargs or {})), None)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gcsolve._torch import FakeTensor, no_modes, storage_key, tree_map_only
-from gcsolve.functions import writes_in_place
+from gcsolve.functions import first_argument, writes_in_place
 
 MAX_ELEMENTS = 1 << 20
 
@@ -94,7 +94,7 @@ class KnownValues(TorchFunctionMode):
                 return getattr(self.values[args[0]], written)(*args[1:], **kwargs)
         result = func(*args, **kwargs)
         if writes_in_place(written):
-            self._write(func, args[0], args, kwargs)
+            self._write(func, first_argument(args, kwargs), args, kwargs)
         elif "out" in kwargs:
             self.values.clear()
         elif isinstance(result, FakeTensor) and result.numel() <= MAX_ELEMENTS and not result.requires_grad:
@@ -104,7 +104,7 @@ class KnownValues(TorchFunctionMode):
     def knows(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and tensor in self.values
 
-    def _write(self, func: Any, changed: torch.Tensor, args: Any, kwargs: Any) -> None:
+    def _write(self, func: Any, changed: Any, args: Any, kwargs: Any) -> None:
         """Change the real value as the fake was changed; a write of anything unknown makes all that share it unknown.
 
         The real values alias each other as the fakes do, since the same ops made them, so the views follow.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gcsolve.errors import TraceError
 from gcsolve.trace import trace
-from tests.training import assert_trains_the_same
+from tests.training import Of, assert_trains_the_same
 
 
 class Rounded(Function):
@@ -165,6 +165,8 @@ class ByHand(nn.Module):
             y.register_hook(lambda gradient: 2 * gradient)
         elif self.what == "write":
             y.data[:, 2:].clamp_(-0.1, 0.1)
+        elif self.what == "write by name":
+            torch.clamp_(min=-0.1, max=0.1, input=y.data)
         elif self.what == "assign":
             self.average.data = 0.9 * self.average
         elif self.what == "read":
@@ -174,7 +176,13 @@ class ByHand(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "text"), [("hook", "register_hook"), ("write", r"through \.data"), ("assign", r"through \.data")]
+    ("what", "text"),
+    [
+        ("hook", "register_hook"),
+        ("write", r"through \.data"),
+        ("write by name", r"through \.data"),
+        ("assign", r"through \.data"),
+    ],
 )
 def test_what_would_be_lost_is_refused(what: str, text: str) -> None:
     with pytest.raises(TraceError, match=text):
@@ -184,3 +192,16 @@ def test_what_would_be_lost_is_refused(what: str, text: str) -> None:
 def test_data_is_read_as_a_detached_tensor() -> None:
     torch.manual_seed(0)
     assert_trains_the_same(ByHand("read"), torch.randn(4, 8))
+
+
+def test_a_tensor_changed_in_place_may_be_named() -> None:
+    def forward(model: Of, x: Tensor) -> Tensor:
+        mask = torch.ones(8)
+        torch.zero_(input=mask)
+        y = model.linear(x)
+        y = y if mask.any() else torch.relu_(input=y)
+        frame = nn.init.kaiming_uniform_(tensor=torch.empty(8, 8))
+        return y @ frame
+
+    torch.manual_seed(0)
+    assert_trains_the_same(Of(forward, linear=nn.Linear(8, 8)), torch.randn(4, 8))
