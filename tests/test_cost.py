@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import gcsolve
 from gcsolve.cost import alone as alone_room
 from gcsolve.cost import devices as device_room
 from gcsolve.cost import workspace as workspace_room
@@ -413,6 +414,34 @@ def test_measured_peak_of_each_op_is_its_outputs_plus_workspace(monkeypatch):
         checked += 1
         del result
     assert checked > 20
+
+
+class Bags(torch.nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bags = torch.nn.EmbeddingBag(500, 8, mode=mode)
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bags(ids, starts)).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings_keep_their_budget(mode):
+    plan = gcsolve.solve(Bags(mode), (torch.randint(0, 500, (5120,)), torch.arange(0, 5120, 10)), budget=1.0)
+    report = plan.verify(steps=1, repeats=0)
+    assert report.ok
+    assert abs(report.prediction_error) < 0.01
+
+
+def test_a_matrix_exponential_keeps_its_budget_whatever_its_norm():
+    (node,) = traced(torch.linalg.matrix_exp, torch.zeros(48, 48))
+    found = workspace(node, CPU, measure=True)
+    for scale in (0, 1e-4, 0.1, 1, 5, 40):
+        matrix = torch.full((48, 48), scale / 48)
+        with torch.no_grad(), PeakMeter() as meter:
+            torch.linalg.matrix_exp(matrix)
+        assert meter.peak_bytes <= 4 * 48 * 48 + found.size_bytes, scale
 
 
 def test_measuring_leaves_no_trace():

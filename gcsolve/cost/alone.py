@@ -29,7 +29,7 @@ _PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "gcsolve"})
 # Ops that read something a made-up tensor cannot stand for (a packed or library-made buffer): a kernel trusts it blindly
 # and may end the process.
 # oneDNN's recurrent layers keep numbers alone, so any buffer of the right size will do.
-_OPAQUE = re.compile(r"(?<!mkldnn_)rnn|lstm|gru|miopen|sparse|quantiz|fbgemm|packed|embedding_bag")
+_OPAQUE = re.compile(r"(?<!mkldnn_)rnn|lstm|gru|miopen|sparse|quantiz|fbgemm|packed")
 
 # oneDNN's LSTM layers keep a buffer for their backward and take about as much to work in, most of such a layer's memory,
 # and no rule tells how much: one is run once though the model's weights are on meta, when it is small enough.
@@ -166,7 +166,7 @@ def leaves(tree: Any) -> list[Any]:
 def made_up(node: fx.Node, device: DeviceSpec, fill: Fill) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's arguments with real tensors of the same sizes, strides and dtypes in place of the fake ones."""
     made: dict[int, torch.Tensor] = {}
-    bounds = _index_bounds(node)
+    bounds, demanding = _index_bounds(node), _demanding(node)
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
@@ -176,6 +176,8 @@ def made_up(node: fx.Node, device: DeviceSpec, fill: Fill) -> tuple[tuple[Any, .
         if id(leaf) not in made:
             where = "cpu" if leaf.device.type == "cpu" and leaf.dim() == 0 else device.kind
             made[id(leaf)] = fill(leaf, where, bounds.get(id(leaf), 1))
+            if id(leaf) in demanding:
+                made[id(leaf)].fill_(demanding[id(leaf)])
         return made[id(leaf)]
 
     return _torch.pytree.tree_map(real, fake_arguments(node))
@@ -231,6 +233,18 @@ def _index_bounds(node: fx.Node) -> dict[int, int]:
     return {id(t): n for t, n in rule(named) if isinstance(t, torch.Tensor) and not t.dtype.is_floating_point}
 
 
+def _demanding(node: fx.Node) -> dict[int, float]:
+    """id of an argument → the value, throughout, for which the op takes the most memory."""
+    rule = _DEMANDING.get(getattr(node.target, "overloadpacket", None))
+    return {id(t): value for t, value in rule(named_arguments(node))} if rule else {}
+
+
+_DEMANDING: dict[Any, Callable[[dict[str, Any]], list[tuple[torch.Tensor, float]]]] = {
+    aten._embedding_bag_backward: lambda named: [(named["bag_size"], 1)],  # empty bags are left out
+    # The polynomial is of the highest degree, and keeps the most powers, from a norm of 2 on.
+    aten.linalg_matrix_exp: lambda named: [(named["self"], 32 / max(1, named["self"].shape[-1]))],
+}
+
 Bounds = list[tuple[Any, int]]
 
 
@@ -251,7 +265,13 @@ def _plane(axes: int) -> Callable[[dict[str, Any]], Bounds]:
     return lambda named: [(named["indices"], math.prod(named["self"].shape[-axes:]))]
 
 
+def _bags(named: dict[str, Any]) -> Bounds:
+    return [(named["indices"], named["weight"].shape[0] if "weight" in named else named["num_weights"])]
+
+
 _INDEXING: dict[Any, Callable[[dict[str, Any]], Bounds]] = {
+    aten._embedding_bag: _bags,
+    aten._embedding_bag_backward: _bags,
     aten.embedding: lambda named: [(named["indices"], named["weight"].shape[0])],
     aten.embedding_dense_backward: lambda named: [(named["indices"], named["num_weights"])],
     aten.index: _advanced,

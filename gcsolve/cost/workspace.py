@@ -241,4 +241,5 @@ _ESTIMATES: dict[Any, Callable[[fx.Node, DeviceSpec], int]] = {
     aten.index_put: _sorts_indices,
     aten.index_put_: _sorts_indices,
     aten.embedding_dense_backward: _sorts_indices,
+    aten._embedding_bag_backward: _sorts_indices,
 }
