@@ -61,7 +61,6 @@ _LOOK = {
         "whether a mask is causal",
         "Say so in the call: is_causal= of an encoder, tgt_is_causal= of a decoder, both as src_ and tgt_ of nn.Transformer",
     ),
-    "gaussian_nll_loss": ("whether a variance is negative", "Take this loss of the planned module's output"),
 }
 
 
@@ -97,8 +96,8 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
                     f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
                 )
         return TraceError(
-            f"{subject} branches on a tensor's value{at}, or calls an op there that does so itself (as torch.cov and "
-            "torch.istft do): the two ways would need two plans. Replace the branch by torch.where, or plan the submodules "
+            f"{subject} branches on a tensor's value{at}, or calls an op there that does so itself (as torch.cov "
+            "does): the two ways would need two plans. Replace the branch by torch.where, or plan the submodules "
             "around it: model.part = gcsolve.solve(model.part, ...).module"
         )
     for found, what, text in _CANNOT:
