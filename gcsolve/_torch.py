@@ -54,6 +54,8 @@ __all__ = [
     "disable_autocast",
     "global_module_hooks",
     "is_autocast_region",
+    "is_compiled",
+    "is_compiled_in_place",
     "is_of_backward",
     "functorch_config",
     "no_modes",
@@ -111,6 +113,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `torch.compile(module)` made it."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not loaded: nothing has been compiled
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
 
 
 _REWRITTEN = re.compile(r"_?upsample_.*|matmul|multi_margin_loss|multilabel_margin_loss_forward")

@@ -20,7 +20,8 @@ from gcsolve.structure import slots_of
 
 T = TypeVar("T")
 
-OWN_STATE = frozenset(vars(nn.Module()))  # parameters, buffers, submodules, hooks, training
+# Parameters, buffers, submodules, hooks, training; and what `compile()` leaves.
+OWN_STATE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice, type)
 CODE = (FunctionType, BuiltinFunctionType, MethodType)

@@ -248,6 +248,15 @@ class _Planned:
         return result if steps.loss is None else steps.loss(result)
 
     @property
+    def _compiled_call_impl(self) -> None:
+        """What `compile()` sets, here or on the model that this shares its attributes with: calls would go past the plan."""
+        return
+
+    @_compiled_call_impl.setter
+    def _compiled_call_impl(self, compiled: Any) -> None:
+        return
+
+    @property
     def code(self) -> str:
         """The generated forward and backward of every signature planned so far, as Python text."""
         return "\n\n".join(

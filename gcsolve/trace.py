@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from gcsolve import batchnorm
-from gcsolve._torch import is_compiled
+from gcsolve._torch import is_compiled, is_compiled_in_place
 from gcsolve.attributes import Setting, attributes_of, changed_attribute, plain_attribute, set_attribute
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
@@ -389,6 +389,11 @@ def _refuse_compiled(model: nn.Module) -> None:
             raise TraceError(
                 f"{path} is compiled with torch.compile, which is not traced; plan with the module that was compiled, "
                 f"{path}._orig_mod"
+            )
+        if is_compiled_in_place(module):
+            raise TraceError(
+                f"{path} was compiled in place ({path}.compile()), and what is compiled is not traced; plan the model as it is "
+                "without that call"
             )
 
 

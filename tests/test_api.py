@@ -421,10 +421,27 @@ def test_a_wrapped_forward_is_refused() -> None:
 def test_torchscript_and_compiled_modules_are_refused_by_path() -> None:
     scripted: Any = torch.jit.trace(nn.Linear(32, 32), _x(8, 32))
     compiled: Any = torch.compile(nn.Linear(32, 32), backend="eager")
-    for module, words in ((scripted, "is TorchScript"), (compiled, "is compiled with torch.compile")):
+    in_place = nn.Linear(32, 32)
+    in_place.compile(backend="eager")
+    for module, words in (
+        (scripted, "is TorchScript"),
+        (compiled, "is compiled with torch.compile"),
+        (in_place, "was compiled in place"),
+    ):
         for model, path in ((nn.Sequential(nn.ReLU(), module), "model.1"), (module, "model")):
             with pytest.raises(TraceError, match=f"^{path} {words}"):
                 gcsolve.solve(model, _x(8, 32), budget=1.0)
+
+
+@pytest.mark.parametrize("which", ["model", "planned module"])
+def test_a_module_compiled_in_place_after_planning_runs_as_planned(which: str) -> None:
+    """The two share their attributes, and torch calls what `compile()` leaves in one of them in place of forward."""
+    model = models.MLP()
+    plan = gcsolve.solve(model, _x(8, 32), budget="1MB")
+    expected = plan.module(_x(8, 32)).grad_fn
+    (model if which == "model" else plan.module).compile(backend="eager")
+    assert type(plan.module(_x(8, 32)).grad_fn) is type(expected)
+    assert plan.verify(steps=1, repeats=0).ok
 
 
 def test_backward_hooks_of_submodules_are_refused_when_planned_and_when_added_later() -> None:
