@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import pkgutil
 import subprocess
@@ -40,6 +41,7 @@ def check(problem: Problem, solution: Solution) -> None:
     assert solution.any_bound >= 0
     if solution.schedule is None:
         assert solution.status in (Status.INFEASIBLE, Status.TIME_LIMIT, Status.UNSUITED)
+        assert solution.overhead == math.inf  # never the least of several
         return
     peak, cost = slow_simulate(problem, solution.schedule.as_tuples())
     assert solution.peak_bytes == peak
