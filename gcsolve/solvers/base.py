@@ -43,8 +43,8 @@ ROUNDING = 1e-9
 class Solution:
     """What a solver answers.
 
-    `schedule` is None only for INFEASIBLE, TIME_LIMIT and UNSUITED. `overhead`: extra cost / cost of running each node once, inf without a
-    schedule.
+    `schedule` is None only for INFEASIBLE, TIME_LIMIT and UNSUITED. `overhead`: extra cost / cost of running each node
+    once; inf without a schedule.
     `lower_bound`: no schedule of the class `certificate` has a smaller overhead. `any_bound`: the like for any schedule
     in this op order (0.0 when nothing better is proven). `gap`: (T_plan - T_bound) / T_plan over total cost.
     `least_bytes`: for INFEASIBLE and OVER_BUDGET, the least peak of a plan that this method found; `least_node`
