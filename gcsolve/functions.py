@@ -110,10 +110,10 @@ class KeptFunctions:
 
 def _unchecked(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
     """What torch's reentrant checkpoint computes, without its recomputation (a plan has its own); as there, no gradient
-    flows when none of the arguments needs one."""
+    flows when none of the arguments needs one, and an argument's gradients are summed before they leave."""
     differentiable = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        return function(*args)
+        return function(*(a.view_as(a) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in args))
 
 
 _of_thread = threading.local()

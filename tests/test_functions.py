@@ -205,3 +205,23 @@ def test_a_tensor_changed_in_place_may_be_named() -> None:
 
     torch.manual_seed(0)
     assert_trains_the_same(Of(forward, linear=nn.Linear(8, 8)), torch.randn(4, 8))
+
+
+class Shared(nn.Module):
+    """Checkpointed layers that all read one more tensor, twice each, as decoders read what encoders made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(lambda x, read, layer=layer: layer(x) * read + read.sin(), x, read, use_reentrant=True)
+        return x
+
+
+def test_a_reentrant_checkpoint_sums_an_arguments_gradients_before_they_leave() -> None:
+    torch.manual_seed(0)
+    assert_trains_the_same(Shared(), torch.randn(64, 8, requires_grad=True))
