@@ -444,6 +444,23 @@ def test_a_matrix_exponential_keeps_its_budget_whatever_its_norm():
         assert meter.peak_bytes <= 4 * 48 * 48 + found.size_bytes, scale
 
 
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((64, 32), (4, 32, 48)), ((32, 64), (64, 48)), ((4, 48, 32), (32, 64))],
+    ids=["rows", "sum", "columns"],
+)
+def test_a_matmul_of_groups_keeps_its_budget_however_they_are_filled(left, right):
+    a, b = torch.randn(left).bfloat16(), torch.randn(right).bfloat16()
+    ends = torch.tensor([16, 32, 48, 64], dtype=torch.int32)
+    (node,) = traced(lambda a, b, ends: aten._grouped_mm(a, b, ends), a, b, ends)
+    found = workspace(node, CPU, measure=True)
+    for filled in ([16, 32, 48, 64], [64, 64, 64, 64], [0, 0, 0, 64], [1, 50, 51, 64]):
+        ends = torch.tensor(filled, dtype=torch.int32)
+        with torch.no_grad(), PeakMeter() as meter:
+            result = aten._grouped_mm(a, b, ends)
+        assert meter.peak_bytes <= result.untyped_storage().nbytes() + found.size_bytes, filled
+
+
 def test_measuring_leaves_no_trace():
     nodes = traced(lambda x: F.dropout(torch.rand_like(x), 0.3), torch.randn(33, 7))
     before = torch.get_rng_state()

@@ -236,10 +236,20 @@ def _index_bounds(node: fx.Node) -> dict[int, int]:
 def _demanding(node: fx.Node) -> dict[int, float]:
     """id of an argument → the value, throughout, for which the op takes the most memory."""
     rule = _DEMANDING.get(getattr(node.target, "overloadpacket", None))
-    return {id(t): value for t, value in rule(named_arguments(node))} if rule else {}
+    if rule is None:
+        return {}
+    return {id(t): value for t, value in rule(named_arguments(node)) if isinstance(t, torch.Tensor)}
 
 
-_DEMANDING: dict[Any, Callable[[dict[str, Any]], list[tuple[torch.Tensor, float]]]] = {
+def _one_group(named: dict[str, Any]) -> list[tuple[Any, float]]:
+    """All that is divided among the groups goes to the first: on a CPU, its part is cast or copied."""
+    left, right = named["self"], named["mat2"]
+    divided = left.shape[0] if right.dim() == 3 else right.shape[-1] if left.dim() == 3 else left.shape[-1]
+    return [(named["offs"], divided)]
+
+
+_DEMANDING: dict[Any, Callable[[dict[str, Any]], list[tuple[Any, float]]]] = {
+    aten._grouped_mm: _one_group,
     aten._embedding_bag_backward: lambda named: [(named["bag_size"], 1)],  # empty bags are left out
     # The polynomial is of the highest degree, and keeps the most powers, from a norm of 2 on.
     aten.linalg_matrix_exp: lambda named: [(named["self"], 32 / max(1, named["self"].shape[-1]))],
