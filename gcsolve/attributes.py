@@ -192,13 +192,14 @@ class Attributes:
         self.parts = {id(v): dict(vars(v)) for held in self.own.values() for v in held.values() if _is_object(v)}
         self.buffers = {path: dict(module._buffers) for path, module in self.modules.items()}
         self.parameters = {path: dict(module._parameters) for path, module in self.modules.items()}
+        self.parts_of = {path: dict(module._modules) for path, module in self.modules.items()}
 
     def written(self) -> Written:
         """What was set since; attributes and buffers that hold another tensor are put back, plain values stay as they are
         now.
 
         Raises:
-            TraceError: something else than a tensor or a plain value was set, or a parameter was replaced.
+            TraceError: something else than a tensor or a plain value was set, or a parameter or a submodule was replaced.
         """
         tensors: dict[str, torch.Tensor] = {}
         settings: list[Setting] = []
@@ -215,6 +216,11 @@ class Attributes:
                         f"forward replaces the parameter {attribute_name(path, name)}; a planned step would not. Replace it "
                         "between steps, or pass it with torch.func.functional_call"
                     )
+            for name in self.parts_of[path].keys() | module._modules.keys():
+                old, new = self.parts_of[path].get(name), module._modules.get(name)
+                if new is not old:
+                    part = f"the submodule {attribute_name(path, name)} of {type(module).__name__}"
+                    raise changed_attribute(f"{part} (from {type(old).__name__} to {type(new).__name__})")
         return Written(tensors, tuple(settings))
 
     def _stored(self, path: str, module: nn.Module, tensors: dict[str, torch.Tensor], settings: list[Setting]) -> None:

@@ -14,6 +14,7 @@ from gcsolve._torch import as_in_eager, weights_cast
 from gcsolve.attributes import Attributes, Setting, Written, attributes_of, set_attribute
 from gcsolve.errors import ArgumentError
 from gcsolve.functions import ByHand
+from gcsolve.hooks import Hooks, NewHook
 from gcsolve.kernels import TargetKernels
 from gcsolve.known import KnownValues
 from gcsolve.randomness import seeding_refused
@@ -40,7 +41,8 @@ class Seen:
     name of the attribute they were stored in, and (args, kwargs) as forward left them (None where it changed nothing).
     `takes_gradient`, `differentiable`: as in `Trace`. `calls`: torch functions called. `uses_autograd`: forward does
     something with autograd itself, which must be traced where it happens. `stored`: names of the attributes that hold
-    other tensors now. `settings`: plain values set on the model's modules; they are left set.
+    other tensors now. `settings`: plain values set on the model's modules, and hooks registered on them; they
+    are left there.
     `sets_default_dtype`: some of forward ran under another default dtype than the call. `value_line`: the user's line that
     first made a number or a shape of a tensor's values.
     """
@@ -53,7 +55,7 @@ class Seen:
     uses_autograd: bool
     arguments_changed: bool
     stored: tuple[str, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting | NewHook, ...]
     sets_default_dtype: bool
     value_line: str
 
@@ -102,7 +104,7 @@ class Flat(nn.Module):
         replaced = attributes_of(self.model, torch.Tensor)
         for name, at in call.attributes:
             set_attribute(self.model, name, tensors[at])
-        attributes = Attributes(self.model)
+        attributes, hooks = Attributes(self.model), Hooks(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_in_eager())
             stack.enter_context(weights_cast(once=call.casts_once))
@@ -120,14 +122,21 @@ class Flat(nn.Module):
                 self.last.in_loss = True
                 result = _loss(call.loss, result)
                 self.last.in_loss = False
-        written = attributes.written()
+        written, registered = attributes.written(), hooks.registered()
         for name, value in replaced.items():
             set_attribute(self.model, name, value)
         changed = arguments if _state(arguments) != held else None
-        return self._seen(result, written, changed, containers(arguments), rehearsed)
+        settings = (*written.settings, *registered)
+        return self._seen(result, written, settings, changed, containers(arguments), rehearsed)
 
     def _seen(
-        self, result: Any, written: Written, changed: Any, places: Any, rehearsed: Rehearsed
+        self,
+        result: Any,
+        written: Written,
+        settings: tuple[Setting | NewHook, ...],
+        changed: Any,
+        places: Any,
+        rehearsed: Rehearsed,
     ) -> tuple[torch.Tensor, ...]:
         """Keep what the run showed; the flat outputs, detached where no gradient is planned for."""
         flat = Flattening()
@@ -149,7 +158,7 @@ class Flat(nn.Module):
             rehearsed.uses_autograd,
             changed is not None,
             tuple(written.tensors),
-            written.settings,
+            settings,
             rehearsed.sets_default_dtype,
             rehearsed.value_line,
         )

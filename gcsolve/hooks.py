@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gcsolve._torch import global_module_hooks
-from gcsolve.attributes import CODE, OWN_STATE, PLAIN, identity, token
+from gcsolve.attributes import CODE, OWN_STATE, PLAIN, changed_attribute, identity, token
 from gcsolve.errors import TraceError
 from gcsolve.source import code_name, is_user_file
 
@@ -106,6 +106,97 @@ class HooksRefused:
                 "changes elsewhere. Put it on the model itself, where it is called in every step, or let it store tensors on "
                 "its module (module.seen = output)"
             )
+
+
+# --- hooks that forward registers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NewHook:
+    """A forward hook that the first call registers on submodule `name`, as `Setting` is a plain value that it sets.
+
+    `kind`: "hook" or "pre_hook"; `key`: that of its handle; `flags`: which of torch's tables of special hooks it is in.
+    """
+
+    name: str
+    kind: str
+    key: int
+    hook: Any
+    flags: tuple[str, ...]
+
+    def apply(self, model: nn.Module, *, back: bool = False) -> None:
+        """Register it where no hook does the same; `back`: remove it."""
+        module = model.get_submodule(self.name)
+        hooks = vars(module)[f"_forward_{self.kind}s"]
+        tables = [hooks, *(vars(module)[flag] for flag in self.flags)]
+        if back:
+            for table in tables:
+                table.pop(self.key, None)
+        elif _token(self.hook, set()) not in [_token(hook, set()) for hook in hooks.values()]:
+            hooks[self.key] = self.hook
+            for table in tables[1:]:
+                table[self.key] = True
+
+    def __str__(self) -> str:
+        return f"the hooks of submodule {self.name} (it registers {code_name(self.hook)})"
+
+
+class Hooks:
+    """The hooks of a model's modules at one moment, and what forward has registered since."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.before = self._now()
+
+    def registered(self) -> tuple[NewHook, ...]:
+        """The forward hooks that are new, in order.
+
+        Raises:
+            TraceError: hooks were removed, are of another kind, or hold on to tensors or modules of the model that is
+                traced, which is not the user's.
+        """
+        found = []
+        now = self._now()
+        for (name, table, key), hook in (now.items() - self.before.items()) | (self.before.items() - now.items()):
+            kind = table.removeprefix("_forward_").removesuffix("s")
+            flags = (
+                tuple(f for f in _FLAGS[table] if key in vars(self.model.get_submodule(name))[f])
+                if table in _FLAGS
+                else ()
+            )
+            made = NewHook(name, kind, key, hook, flags)
+            if (name, table, key) not in now or table not in _FLAGS or _holds_state(hook):
+                raise changed_attribute(made)
+            found.append(made)
+        return tuple(sorted(found, key=lambda made: made.key))
+
+    def _now(self) -> dict[tuple[str, str, int], Any]:
+        return {
+            (name, table, key): hook
+            for name, module in self.model.named_modules()
+            for table in (*_FLAGS, "_backward_hooks", "_backward_pre_hooks")
+            for key, hook in vars(module)[table].items()
+        }
+
+
+_FLAGS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+}
+
+
+def _holds_state(hook: Any) -> bool:
+    """Whether a module or a tensor is among what a hook can reach."""
+    stack, seen = [place.value for place in _reach(hook)], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, (nn.Module, torch.Tensor)):
+            return True
+        held = None if id(value) in seen else _contents(value)
+        seen.add(id(value))
+        if not isinstance(held, (NoneType, numpy.ndarray)):
+            stack += held.values() if isinstance(held, dict) else held
+    return False
 
 
 # --- what a hook can reach -------------------------------------------------------------------------------------------

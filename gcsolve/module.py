@@ -31,7 +31,7 @@ from gcsolve.attributes import (
 )
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
-from gcsolve.hooks import hooks_token
+from gcsolve.hooks import NewHook, hooks_token
 from gcsolve.runtime import Step
 from gcsolve.shared_casts import block_goes_on
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
@@ -49,7 +49,7 @@ class Steps:
         self.replan = replan
         self.loss = loss
         self.cache: dict[Any, Step] = {}
-        self.settings: list[Setting] = []
+        self.settings: list[Setting | NewHook] = []
         self.remembered = Remembered()
         self.training = True
 

@@ -25,7 +25,7 @@ from gcsolve.fakes import TrueFakes, forget_fakes
 from gcsolve.flat import Call, Flat, Seen
 from gcsolve.functions import KeptFunctions
 from gcsolve.heard import heard
-from gcsolve.hooks import HooksRefused, refuse_hooks
+from gcsolve.hooks import HooksRefused, NewHook, refuse_hooks
 from gcsolve.joint import Joint, capture_joint, fake_module, fake_tensor, summed_otherwise
 from gcsolve.kernels import TargetKernels
 from gcsolve.randomness import StandIns, draws_on_the_host, draws_refused, host_states, set_host_states
@@ -43,8 +43,8 @@ class Trace:
     `output_template` rebuilds the model's own output around the flat outputs, `effects_template` what forward changed
     beside it (`Seen.effects`; None: nothing). `replaced`: attributes whose tensor forward replaces without reading it.
     `filled`: (name, what is there) of those that hold no tensor yet. `settings`: plain attributes that the first call
-    sets. `takes_gradient[k]`: the plan expects a gradient for flat output k; `differentiable[k]`: the untouched model would
-    accept one. `output_paths[k]` names it.
+    sets, and hooks that it registers. `takes_gradient[k]`: the plan expects a gradient for flat output k;
+    `differentiable[k]`: the untouched model would accept one. `output_paths[k]` names it.
     `context`: autocast and default dtype around the call; `backward_context`: around its backward.
     `target`: the kind of device ("cuda") whose kernels were traced in place of the CPU's, "" when none were;
     `target_only`: those ops that the CPU cannot run.
@@ -55,7 +55,7 @@ class Trace:
     effects_template: Template | None
     replaced: tuple[str, ...]
     filled: tuple[tuple[str, Any], ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting | NewHook, ...]
     takes_gradient: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     output_paths: tuple[str, ...]
@@ -292,7 +292,7 @@ def _name_default_dtypes(joint: Joint) -> None:
 
 def _rehearse(
     flat: Flat, mode: Any, tensors: list[torch.Tensor]
-) -> tuple[tuple[Setting, ...], tuple[tuple[str, Any], ...]]:
+) -> tuple[tuple[Setting | NewHook, ...], tuple[tuple[str, Any], ...]]:
     """Run forward on fakes, to see what it does: the plain values that the first call sets, set in `flat` now, and the
     attributes that it fills with tensors (`Trace.filled`).
 

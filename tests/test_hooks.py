@@ -171,3 +171,66 @@ def test_a_hook_of_the_model_that_makes_its_weight_is_refused_and_wrapped_works(
         gcsolve.solve(model, x, budget=1.0)
     plan = gcsolve.solve(nn.Sequential(model), x, budget=1.0)
     assert not plan.verify(steps=3, repeats=0).differences
+
+
+def _scale(module: nn.Module, factor: float) -> None:
+    module.register_forward_hook(lambda _module, _args, output: output * factor)
+
+
+class _SetUpInItsFirstCall(nn.Module):
+    """As Hugging Face's models are when hidden states or router logits are asked for."""
+
+    ready = False
+
+    def __init__(self, set_up: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.inner, self.set_up = models.MLP(3, 16), set_up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.ready = True
+            self.set_up(self)
+        return self.inner(x)
+
+
+def _scales(model: Any) -> None:
+    for layer in model.inner.layers:
+        _scale(layer, 0.9)
+        _scale(layer, 1.2)
+
+
+def test_hooks_that_the_first_call_registers_are_there_afterwards() -> None:
+    torch.manual_seed(0)
+    model = _SetUpInItsFirstCall(_scales)
+    untouched = copy.deepcopy(model)
+    plan = gcsolve.solve(model, x(8, 16), budget=1.0)
+    assert not any(module._forward_hooks for module in model.modules())  # planning is no call
+    assert_same(train(untouched, x(8, 16)), train(plan.module, x(8, 16)))
+    assert len(plan.module._gcsolve.cache) == 1  # type: ignore[union-attr]
+    for planned, eager in zip(model.modules(), untouched.modules(), strict=True):
+        assert len(planned._forward_hooks) == len(eager._forward_hooks)
+    assert torch.equal(model(x(8, 16)), untouched(x(8, 16)))
+    assert plan.verify(repeats=0).ok
+
+
+def test_hooks_that_a_call_of_the_model_has_registered_are_not_doubled() -> None:
+    model = _SetUpInItsFirstCall(_scales)
+    plan = gcsolve.solve(model, x(8, 16), budget=1.0)
+    model(x(8, 16))
+    registered = [list(module._forward_hooks) for module in model.modules()]
+    plan.module(x(8, 16)).sum().backward()
+    assert [list(module._forward_hooks) for module in model.modules()] == registered
+
+
+@pytest.mark.parametrize(
+    ("set_up", "text"),
+    [
+        (lambda m: m.inner.register_forward_hook(lambda *_: m.train()), "the hooks of submodule inner"),
+        (lambda m: m.inner.register_full_backward_hook(lambda *_: None), "the hooks of submodule inner"),
+        (lambda m: setattr(m, "inner", nn.Linear(16, 16)), "the submodule inner .*from MLP to Linear"),
+    ],
+)
+def test_what_else_a_first_call_sets_up_is_refused(set_up: Any, text: str) -> None:
+    model = _SetUpInItsFirstCall(set_up)
+    with pytest.raises(TraceError, match=f"{text}.*call the model once before planning"):
+        gcsolve.solve(model, x(8, 16), budget=1.0)
