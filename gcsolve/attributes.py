@@ -218,7 +218,7 @@ class Attributes:
                     )
             for name in self.parts_of[path].keys() | module._modules.keys():
                 old, new = self.parts_of[path].get(name), module._modules.get(name)
-                if new is not old:
+                if not _same_module(old, new):
                     part = f"the submodule {attribute_name(path, name)} of {type(module).__name__}"
                     raise changed_attribute(f"{part} (from {type(old).__name__} to {type(new).__name__})")
         return Written(tensors, tuple(settings))
@@ -245,6 +245,11 @@ class Attributes:
                 settings.append(_setting(full, "", old, new, kind))
             elif not _is_object(new):
                 raise changed_attribute(f"the attribute {full} of {kind} (a {type(new).__name__}, in place)")
+
+
+def _same_module(a: nn.Module | None, b: nn.Module | None) -> bool:
+    """Export puts others in their place while it traces, which share what they hold."""
+    return a is b or (a is not None and b is not None and vars(a) is vars(b))
 
 
 def _setting(name: str, part: str, old: Any, new: Any, module: str) -> Setting:

@@ -777,3 +777,20 @@ def test_torchs_flop_counter_counts_a_planned_step() -> None:
             module(inputs).sum().backward()
         flops.append(counter.get_total_flops())
     assert flops[0] == flops[1] > 0
+
+
+class _InSeveralPlaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.again = self.first
+        self.part = self.first[0]
+        self.by_name = nn.ModuleDict({"first": self.first})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.again(self.first(self.by_name["first"](x))))
+
+
+def test_a_module_may_be_registered_in_several_places() -> None:
+    torch.manual_seed(0)
+    assert_trains_the_same(_InSeveralPlaces(), torch.randn(4, 8))
