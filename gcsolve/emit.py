@@ -18,7 +18,8 @@ from torch import fx
 from gcsolve._torch import boxed_graph_module
 from gcsolve.draws import generator_of
 from gcsolve.errors import InvalidSchedule
-from gcsolve.from_fx import Lowered
+from gcsolve.from_fx import Lowered, backward_nodes
+from gcsolve.handed import begun, first_sums
 from gcsolve.joint import Joint
 from gcsolve.schedule import Action, Compute, Schedule
 
@@ -29,13 +30,15 @@ class Emitted:
 
     `forward` takes the inputs of `Joint.inputs` and returns its forward outputs, then the saved values. `backward` takes
     the saved values, the inputs at positions `backward_inputs`, and the tangents, and returns the gradients in the order
-    of `Joint.gradients`.
+    of `Joint.gradients`. `sums`: positions of the inputs whose gradients' sum begins with what the call is handed; where
+    there are some, the backward takes that too (`Handed`), last.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     n_saved: int
     backward_inputs: tuple[int, ...]
+    sums: tuple[int, ...]
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
@@ -112,6 +115,8 @@ class _Half:
         self.copy_of: dict[fx.Node, fx.Node] = {}
         self.states: dict[int, fx.Node] = {}  # value of an rng_state -> new node that holds it
         self.views_of: dict[int, list[fx.Node]] = {}
+        self.sums: dict[fx.Node, int] = {}  # as `first_sums` gives them
+        self.handed: fx.Node | None = None
         self.live: set[int] = set()
 
     def placeholder(self, node: fx.Node) -> fx.Node:
@@ -139,6 +144,9 @@ class _Half:
         """The op of `node` on live copies; `helper` = (function, leading arguments) calls it through a function."""
         args = fx.map_arg(node.args, self.get)
         kwargs = fx.map_arg(node.kwargs, self.get)
+        if node in self.sums:
+            first = self.graph.call_function(begun, (args[0], self.handed, self.sums[node]))  # type: ignore[index]
+            args = (first, *args[1:])  # type: ignore[misc]
         target: Any = torch.ops.aten.add_.Tensor if node in self.lowered.in_place else node.target
         target = _RESOLVING.get(target, target)
         if helper:
@@ -262,6 +270,9 @@ def emit(joint: Joint, lowered: Lowered, schedule: Schedule) -> Emitted:
     for node in (*primals, *tangents):
         backward.placeholder(node)
     read = {node: backward.copy_of[node] for node in primals}
+    backward.sums = first_sums(joint, backward_nodes(joint))
+    if backward.sums:
+        backward.handed = backward.graph.placeholder("handed")
     _write(backward, schedule.actions[boundary + 1 : end], runs, ran)
     gradients = [backward.get(outputs[p]) if isinstance(outputs[p], fx.Node) else None for p, _ in joint.gradients]
     backward.graph.output(tuple(gradients))
@@ -276,6 +287,7 @@ def emit(joint: Joint, lowered: Lowered, schedule: Schedule) -> Emitted:
         _finished(joint.graph_module, backward.graph, "PlannedBackward"),
         len(kept),
         tuple(i for i, node in enumerate(primals) if read[node].users),
+        tuple(backward.sums.values()),
     )
 
 

@@ -31,9 +31,9 @@ from gcsolve.attributes import (
 )
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
+from gcsolve.handed import block_goes_on
 from gcsolve.hooks import NewHook, hooks_token
 from gcsolve.runtime import Step
-from gcsolve.shared_casts import block_goes_on
 from gcsolve.structure import Template, flatten, merged, sources_of, static_key, unflatten
 from gcsolve.trace import PREFIX, Trace
 

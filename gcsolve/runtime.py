@@ -21,7 +21,7 @@ from gcsolve.context import Context
 from gcsolve.emit import Emitted
 from gcsolve.errors import CallError
 from gcsolve.from_fx import source_line
-from gcsolve.shared_casts import SharedCasts
+from gcsolve.handed import Handing
 from gcsolve.trace import Trace
 
 
@@ -151,7 +151,8 @@ class _Function(torch.autograd.Function):
                 inputs[at].copy_(results[position])
         ctx.set_materialize_grads(False)  # else autograd makes zeros for outputs that no gradient was planned for
         ctx.step = step
-        ctx.shared_casts = SharedCasts(ctx, [(at, inputs[at], dtype) for at, dtype in joint.cast_weights])
+        weights = {at: inputs[at] for _, at in joint.gradients}
+        ctx.handing = Handing(ctx, weights, dict(joint.cast_weights), emitted.sums)
         ctx.n_saved = emitted.n_saved
         ctx.save_for_backward(*results[n:], *(inputs[i] for i in emitted.backward_inputs))
         # Neither what is written already nor an input itself, which autograd would detach where it stands.
@@ -176,7 +177,7 @@ class _Function(torch.autograd.Function):
                 "Call the original model for that loss, or drop create_graph"
             )
         step: Step = ctx.step
-        joint = step.trace.joint
+        joint, emitted = step.trace.joint, step.emitted
         step.refuse_other_autocast({g.device.type for g in gradients if g is not None})
         boxed: list[Any] = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
@@ -184,13 +185,16 @@ class _Function(torch.autograd.Function):
         for position, like in zip(joint.tangents, step.tangent_likes, strict=True):
             boxed.append(_laid_out(gradients[position], like))
         del gradients
+        handed = ctx.handing.take()
+        begun = frozenset(emitted.sums) & handed.keys()
+        boxed += [handed] if emitted.sums else []
         with torch.no_grad(), disable_autocast():
-            made = step.emitted.backward.forward(boxed)
+            made = emitted.backward.forward(boxed)
         by_input = {
-            at: g if not origins or there & origins else None
+            at: g if not origins or there & origins or at in begun else None
             for (_, at), g, origins in zip(joint.gradients, made, step.origins, strict=True)
         }
-        by_input |= ctx.shared_casts.summed(by_input)
+        by_input = ctx.handing.hand_on(by_input, handed)
         return (None, *(by_input[at] for at in sorted(by_input)))
 
 

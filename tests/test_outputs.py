@@ -162,7 +162,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("elsewhere", ["weight decay in the loss", "a second call"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_gradients_from_elsewhere_in_the_same_backward(elsewhere: str, times: int) -> None:
-    """The README's limit: bitwise for a weight used once, another order of three or more terms for a tied one."""
+    """The README's limit: where autograd adds to a tied weight's gradient outside any planned call, another order."""
     torch.manual_seed(0)
     model = Tied(times)
     inputs = x(64, 32)
@@ -176,5 +176,5 @@ def test_gradients_from_elsewhere_in_the_same_backward(elsewhere: str, times: in
 
     expected = gradient(copy.deepcopy(model))
     found = gradient(gcsolve.solve(model, inputs, budget="1MB").module)
-    assert torch.equal(found, expected) == (times == 1)
+    assert torch.equal(found, expected) == (times == 1 or elsewhere == "a second call")
     torch.testing.assert_close(found, expected)

@@ -1,4 +1,4 @@
-"""Several calls in one autocast block: gradients are summed at the weight's one cast, as in eager."""
+"""Several planned calls in one backward: gradients of a weight are summed in eager's order and precision."""
 
 from __future__ import annotations
 
@@ -14,81 +14,106 @@ import gcsolve
 from tests.training import Of, assert_same, x
 
 
-def _block() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
+def _block(autocast: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
 
 
 def _norm(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def _three(module: nn.Module) -> list[torch.Tensor]:
-    with _block():
+def _three(module: nn.Module, autocast: bool) -> list[torch.Tensor]:
+    with _block(autocast):
         return [_norm(module(x(32, 64) * (k + 1))) for k in range(3)]
 
 
-def _each_alone(module: nn.Module) -> None:
-    for loss in _three(module):
+def _sum(module: nn.Module, autocast: bool) -> None:
+    torch.stack(_three(module, autocast)).sum().backward()
+
+
+def _each_alone(module: nn.Module, autocast: bool) -> None:
+    for loss in _three(module, autocast):
         loss.backward()
 
 
-def _twice(module: nn.Module) -> None:
-    loss = sum(_three(module))
-    loss.backward(retain_graph=True)  # type: ignore[union-attr]
-    loss.backward()  # type: ignore[union-attr]
+def _not_the_second(module: nn.Module, autocast: bool) -> None:
+    torch.stack(_three(module, autocast)[::2]).sum().backward()
 
 
-def _chain(module: nn.Module) -> None:
+def _twice(module: nn.Module, autocast: bool) -> None:
+    loss = torch.stack(_three(module, autocast)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _chain(module: nn.Module, autocast: bool) -> None:
     """Calls two and three need an input's gradient: another signature, planned within the block."""
-    with _block():
+    with _block(autocast):
         output = module(module(module(x(32, 64)).float()).float())
     _norm(output).backward()
 
 
-def _as_gradients(module: nn.Module) -> None:
+def _as_gradients(module: nn.Module, autocast: bool) -> None:
     weights = list(module.parameters())
-    for weight, gradient in zip(weights, torch.autograd.grad(sum(_three(module)), weights), strict=True):  # type: ignore[arg-type]
+    found = torch.autograd.grad(torch.stack(_three(module, autocast)).sum(), weights)
+    for weight, gradient in zip(weights, found, strict=True):
         weight.grad = gradient
 
 
-def _failing_between(module: nn.Module) -> None:
-    """A pass of autograd that breaks off after the second call's backward leaves nothing behind for the next."""
-    first, second, _ = _three(module)
+def _broken_off(module: nn.Module, autocast: bool) -> None:
+    """A pass of autograd that ends within leaves nothing behind for the next."""
+    first, second, _ = _three(module, autocast)
     first.register_hook(_fail)
     with pytest.raises(RuntimeError, match="broken off"):
         (first + second).backward()
     module.zero_grad()
-    _each_alone(module)
+    _sum(module, autocast)
 
 
 def _fail(gradient: torch.Tensor) -> None:
     raise RuntimeError("broken off")
 
 
-PASSES: dict[str, Callable[[nn.Module], Any]] = {
-    "sum": lambda m: sum(_three(m)).backward(),  # type: ignore[union-attr]
-    "each alone": _each_alone,
-    "not the second": lambda m: (torch.stack(_three(m)[::2])).sum().backward(),
-    "twice": _twice,
-    "chain": _chain,
-    "as gradients": _as_gradients,
-    "broken off": _failing_between,
-}
+PASSES: list[Callable[[nn.Module, bool], None]] = [
+    _sum, _each_alone, _not_the_second, _twice, _chain, _as_gradients, _broken_off,
+]  # fmt: skip
 
 
-def _gradients(module: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, Any]:
+def _gradients(module: nn.Module, run: Callable[[nn.Module, bool], Any], autocast: bool = True) -> dict[str, Any]:
     module.zero_grad()
-    run(module)
+    run(module, autocast)
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_gradients_of_several_calls_in_one_block(name: str) -> None:
+class Repeated(nn.Module):
+    """Tied weights: a layer used three times, one used twice, one once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thrice, self.twice, self.once = (nn.Linear(64, 64) for _ in range(3))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.twice(self.thrice(x).tanh())
+        return self.norm(self.twice(self.thrice(self.once(self.thrice(h).relu()))) + h)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "each weight once": lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64)),
+    "tied weights": Repeated,
+    "recurrent": lambda: Of(lambda m, x: m.a(x.view(-1, 8, 64))[0].flatten(0, 1), a=nn.GRU(64, 64)),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("run", PASSES)
+def test_gradients_of_several_calls(run: Any, kind: str, autocast: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
-    with _block():
-        plan = gcsolve.solve(copy.deepcopy(model), x(32, 64), budget="1MB")
-    assert_same(_gradients(model, PASSES[name]), _gradients(plan.module, PASSES[name]))
+    model = MODELS[kind]()
+    with _block(autocast):
+        plan = gcsolve.solve(copy.deepcopy(model), x(32, 64), budget="4MB")
+    assert_same(_gradients(model, run, autocast), _gradients(plan.module, run, autocast))
 
 
 def test_blocks_make_a_difference() -> None:
@@ -96,7 +121,7 @@ def test_blocks_make_a_difference() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
 
-    def apart(module: nn.Module) -> None:
+    def apart(module: nn.Module, _autocast: bool) -> None:
         losses: list[torch.Tensor] = []
         for k in range(3):
             with _block():
@@ -108,7 +133,7 @@ def test_blocks_make_a_difference() -> None:
     expected = _gradients(model, apart)
     assert_same(expected, _gradients(plan.module, apart))
     model.zero_grad()
-    assert not torch.equal(expected["weight"], _gradients(model, PASSES["sum"])["weight"])
+    assert not torch.equal(expected["weight"], _gradients(model, _sum)["weight"])
 
 
 class Encoded(nn.Module):
@@ -175,19 +200,36 @@ def test_adversarial_training() -> None:
     assert_same(trained(generator, discriminator), trained(make, judge))
 
 
-@pytest.mark.parametrize("uses", ["twice in the model", "outside as well"])
-def test_what_is_summed_otherwise_differs_by_a_rounding(uses: str) -> None:
-    """The README's limits: a weight that the model uses twice, and one that an untouched module in the block uses too."""
+def test_preference_training_of_a_tied_language_model() -> None:
+    """Two calls of a GPT-2, whose embedding is its head too, in one loss, at a tight budget and in another length."""
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = Of(lambda m, x: m.a(m.a(x).tanh()) if uses == "twice in the model" else m.a(x), a=nn.Linear(64, 64))
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = [torch.randint(97, (2, n), generator=torch.Generator().manual_seed(n)) for n in (16, 16, 24)]
+
+    def run(module: nn.Module, _autocast: bool) -> None:
+        torch.manual_seed(1)
+        chosen, rejected, other = (module(input_ids=t, labels=t).loss for t in tokens)
+        (other - nn.functional.logsigmoid(chosen - rejected)).backward()
+
+    example = {"input_ids": tokens[2], "labels": tokens[2]}
+    least = gcsolve.minimum_budget(model, example).bytes
+    plan = gcsolve.solve(copy.deepcopy(model), example, budget=f"{int(1.02 * least)}B")
+    assert_same(_gradients(model, run), _gradients(plan.module, run))
+
+
+def test_an_untouched_module_in_the_block_that_casts_the_same_weight() -> None:
+    """The README's limit: another rounding."""
+    torch.manual_seed(0)
+    model = Of(lambda m, x: m.a(x), a=nn.Linear(64, 64))
     with _block():
         plan = gcsolve.solve(copy.deepcopy(model), x(32, 64), budget="1MB")
 
-    def run(module: nn.Module) -> None:
-        other: Any = module if uses == "twice in the model" else module.a
-        with _block():
-            losses = [_norm(module(x(32, 64))), _norm(other(2 * x(32, 64))), _norm(other(3 * x(32, 64)))]
-        sum(losses).backward()  # type: ignore[union-attr]
+    def run(module: Any, autocast: bool) -> None:
+        with _block(autocast):
+            losses = [_norm(module(x(32, 64))), _norm(module.a(2 * x(32, 64))), _norm(module.a(3 * x(32, 64)))]
+        torch.stack(losses).sum().backward()
 
     expected, found = _gradients(model, run)["a.weight"], _gradients(plan.module, run)["a.weight"]
     assert not torch.equal(found, expected)
