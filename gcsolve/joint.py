@@ -340,7 +340,7 @@ def _is_cast_from(node: fx.Node, dtype: torch.dtype) -> bool:
 def _lay_tangents_densely(graph: fx.Graph) -> None:
     """The gradient of an output that is part of something larger (a slice, one token of each sequence) is traced with that
     output's strides, in a storage as large as the whole. A loss sends it densely, and eager takes it so. Where a view reads
-    it, its strides matter, and stay."""
+    it, its strides matter, and stay; not those of an expanded output (torch 2.12), which no gradient could be laid in."""
     for node in graph.find_nodes(op="placeholder"):
         if not isinstance(node.meta["desc"], aot_descriptors.TangentAOTInput):
             continue
@@ -349,10 +349,9 @@ def _lay_tangents_densely(graph: fx.Graph) -> None:
             if user.target is torch.ops.aten.view.default and user.meta["val"].shape == tangent.shape:
                 user.replace_all_uses_with(node)
                 graph.erase_node(user)
-        read = (user.target for user in node.users)
-        if tangent.untyped_storage().nbytes() > tangent.numel() * tangent.element_size() and all(
-            isinstance(target, OpOverload) and not view_like(target) for target in read
-        ):
+        unseen = all(isinstance(user.target, OpOverload) and not view_like(user.target) for user in node.users)
+        dense, there = tangent.numel() * tangent.element_size(), tangent.untyped_storage().nbytes()
+        if there < dense or (there > dense and unseen):
             with tangent.fake_mode, torch.no_grad():
                 node.meta["val"] = torch.empty_like(tangent)
 
