@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -196,7 +197,31 @@ def capture_joint(
             captured = aot_export_joint_with_descriptors(
                 stack, module, tuple(args), decompositions=_AS_EAGER if on_cpu else {}
             )
+    _share_constants(captured.graph_module.graph)
     return _with_generators(_described(captured, module, casts), stand_ins)
+
+
+def _share_constants(graph: fx.Graph) -> None:
+    """One node a tensor that the trace met elsewhere than among parameters, buffers and inputs, and views of it that share
+    its storage: the trace makes a node and a storage for each use, and others for the views."""
+    first: dict[Any, fx.Node] = {}
+    sharing: set[fx.Node] = set()
+    for node in tuple(graph.nodes):
+        if node.op == "get_attr" and isinstance(node.meta.get("val"), torch.Tensor):
+            kept = first.setdefault(node.target, node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+            sharing.add(kept)
+        elif sharing.intersection(node.all_input_nodes) and _makes_views(node):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with next(iter(first.values())).meta["val"].fake_mode:
+                node.meta["val"] = node.target(*args, **kwargs)
+            sharing.add(node)
+
+
+def _makes_views(node: fx.Node) -> bool:
+    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and view_like(node.target))
 
 
 def _with_generators(joint: Joint, stand_ins: StandIns) -> Joint:

@@ -794,3 +794,26 @@ class _InSeveralPlaces(nn.Module):
 def test_a_module_may_be_registered_in_several_places() -> None:
     torch.manual_seed(0)
     assert_trains_the_same(_InSeveralPlaces(), torch.randn(4, 8))
+
+
+class _FromADict(nn.Module):
+    """Tensors that no module knows of, read through several views, as peft's FourierFT keeps its frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.values = nn.Linear(8, 8), nn.Parameter(torch.randn(5))
+        self.held = {"at": torch.tensor([[0, 1, 2, 3, 4], [7, 6, 5, 4, 3]]), "scale": torch.randn(2, 64, 8)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at, (scale, shift) = self.held["at"], self.held["scale"].unbind(0)
+        weight = torch.zeros(8, 8)
+        weight[at[0], at[1]] = self.values
+        return (self.linear(x) * scale).sin() @ weight * self.held["scale"][1] + shift
+
+
+def test_views_of_a_tensor_that_no_module_knows_of() -> None:
+    torch.manual_seed(0)
+    for plan in assert_trains_the_same(_FromADict(), torch.randn(64, 8)):
+        report = plan.verify(steps=1, repeats=0)
+        assert report.ok
+        assert abs(report.prediction_error) < 0.01
