@@ -12,7 +12,7 @@ from torch import nn
 
 import gcsolve
 from gcsolve.errors import TraceError
-from tests.training import Of, assert_same, x
+from tests.training import Of, assert_same, since_213, x
 
 
 def _complex(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Aliases(nn.Module):
         lambda h, w, x: h.sin(),
         lambda h, w, x: h,
         lambda h, w, x: h[0],
-        lambda h, w, x: (h.t(), h[:, :8]),
+        pytest.param(lambda h, w, x: (h.t(), h[:, :8]), marks=since_213),  # torch 2.11 lays a transposed gradient anew
         lambda h, w, x: (h.view(-1), h.sin(), h.cos()),
         lambda h, w, x: w,
         lambda h, w, x: w[:4],
