@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -114,6 +115,8 @@ def token(value: Any, tensor: Callable[[torch.Tensor], Any], seen: set[int]) -> 
     if id(value) in seen:
         return type(value)
     seen.add(id(value))
+    if isinstance(value, partial):
+        return (type(value), token((value.func, value.args, value.keywords), tensor, seen))
     if isinstance(value, Mapping):
         return (type(value), tuple((str(k), token(v, tensor, seen)) for k, v in value.items()))
     if isinstance(value, (set, frozenset)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributions
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from gcsolve._torch import transform
+from gcsolve._torch import transform, tree_map_only
 from gcsolve.attributes import PLAIN, held_tensors, shown, token
 from gcsolve.errors import TraceError
 from gcsolve.source import running_line
@@ -61,7 +62,8 @@ class Rehearsed(TorchFunctionMode):
                 real.append(t)
             return (tuple(t.shape), t.dtype)
 
-        made = (func, token((args, kwargs), described, set()))
+        arguments = tree_map_only(FunctionType, _written, (args, kwargs))
+        made = (func, token(arguments, described, set()))
         self.sets_default_dtype |= torch.get_default_dtype() != self.default_dtype
         self.uses_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
         if getattr(func, "__name__", "") in _UNTRACED:
@@ -98,6 +100,13 @@ class Rehearsed(TorchFunctionMode):
                 "model once before planning)"
             )
         return result
+
+
+def _written(function: FunctionType) -> Any:
+    """What tells a function from another: where it is written and what it holds on to. Forward may make it anew in each run
+    (a lambda that is a distance)."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return (id(function.__code__), function.__defaults__, function.__kwdefaults__, cells)
 
 
 def _follows_from_values(result: Any) -> bool:

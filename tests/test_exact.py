@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -498,6 +499,28 @@ def test_a_setting_changed_after_planning_is_planned_again() -> None:
         torch.manual_seed(1)
         assert torch.equal(plan.module(x), expected)
     assert len(plan.module._gcsolve.cache) == 5
+
+
+def test_a_partial_function_is_a_setting_with_its_arguments() -> None:
+    torch.manual_seed(0)
+    model = Of(lambda m, x: m.act(m.a(x)), a=nn.Linear(8, 8), act=partial(F.leaky_relu, negative_slope=0.1))
+    plan, x = gcsolve.solve(model, _x(16, 8), budget="1MB"), _x(16, 8)
+    for act in (partial(F.leaky_relu, negative_slope=0.5), partial(F.elu, alpha=0.5)):
+        model.act = act
+        assert torch.equal(plan.module(x), model(x))
+    assert len(plan.module._gcsolve.cache) == 3
+
+
+def test_a_function_made_anew_in_every_call_is_the_same() -> None:
+    def distance(margin: float) -> Any:
+        return lambda a, b: margin - F.cosine_similarity(a, b)
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = m.a(x).chunk(3)
+        return F.triplet_margin_with_distance_loss(a, b, c, distance_function=distance(1.5))
+
+    torch.manual_seed(0)
+    assert_trains_the_same(Of(forward, a=nn.Linear(8, 8)), _x(12, 8))
 
 
 def test_sum_backward_sends_one_number_spread_out() -> None:
