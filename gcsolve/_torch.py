@@ -52,11 +52,13 @@ __all__ = [
     "boxed_graph_module",
     "current_backward",
     "disable_autocast",
+    "draws_kept",
     "global_module_hooks",
     "is_autocast_region",
     "is_compiled",
     "is_compiled_in_place",
     "is_of_backward",
+    "is_sum_of_gradients",
     "functorch_config",
     "no_modes",
     "profiler_running",
@@ -171,6 +173,13 @@ def backends_left_on() -> Iterator[None]:
         export_trace._ignore_backend_decomps = original
 
 
+def draws_kept() -> contextlib.AbstractContextManager[Any]:
+    """Tracing drops random ops whose results nothing reads, though they move the generator; in this block it keeps them."""
+    from torch._inductor import config as inductor_config  # takes a second, and not every use of gcsolve traces
+
+    return inductor_config.patch(fallback_random=True)
+
+
 @contextlib.contextmanager
 def unordered_checks() -> Iterator[None]:
     """torch threads a token through a trace for the op that checks whether linear algebra succeeded (torch 2.14), so that it
@@ -218,6 +227,11 @@ class OpsSeen(TorchDispatchMode):
         if func.namespace != "prim":
             self.found.append((func, tuple(map(id, operands))))
         return func(*args, **(kwargs or {}))
+
+
+def is_sum_of_gradients(node: Any) -> bool:
+    """Whether a node of a joint graph adds two gradients of one tensor, as autograd's engine does."""
+    return isinstance(node, fx.Node) and "is_gradient_acc" in node.meta and node.target is torch.ops.aten.add.Tensor
 
 
 def is_of_backward(node: fx.Node) -> bool:

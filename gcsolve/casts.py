@@ -4,6 +4,8 @@ It casts a weight once, however many ops of the region use it, and its gradients
 casts it anew for every op, and would sum in the weight's own precision. So, in the exported graph, a weight that autocast
 would cast more than once is cast by an op of its own, which all those ops read.
 
+The same holds of an input that needs a gradient, when no op has made it.
+
 And it acts within backward formulas when backward is called under it, which a plan has to know beforehand.
 """
 
@@ -22,14 +24,18 @@ from gcsolve._torch import Casts, FakeTensor, OpsSeen, is_autocast_region, is_of
 from gcsolve.reached import REACHED_KERNELS
 
 
-def share_casts(module: fx.GraphModule) -> dict[int, torch.dtype]:
+def share_casts(module: fx.GraphModule, leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.dtype]:
     """Rewrite an exported module that runs under autocast, or has regions that do.
+
+    Args:
+        leaves: those of its inputs that autocast treats as weights, since they need a gradient and no op made them.
 
     Returns:
         id of each weight that autocast casts, and keeps cast as long as its block lasts -> dtype that it is cast to.
     """
     kept_casts: dict[int, torch.dtype] = {}
-    weights = {
+    inputs = module.graph.find_nodes(op="placeholder")
+    weights = {inputs[at]: leaf for at, leaf in leaves.items()} | {
         node: kept
         for node in module.graph.find_nodes(op="get_attr")
         if isinstance(kept := _attribute(module, str(node.target)), nn.Parameter)
@@ -50,13 +56,18 @@ def share_casts(module: fx.GraphModule) -> dict[int, torch.dtype]:
     return kept_casts
 
 
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether autocast keeps its cast of the tensor for the block, as it does with a model's weights."""
+    return tensor.requires_grad and tensor.is_leaf and tensor._base is None
+
+
 def _attribute(module: nn.Module, name: str) -> Any:
     path, _, last = name.rpartition(".")
     return getattr(module.get_submodule(path), last)
 
 
 def _share(
-    graph: fx.Graph, weights: Mapping[fx.Node, nn.Parameter], kind: str, dtype: torch.dtype
+    graph: fx.Graph, weights: Mapping[fx.Node, torch.Tensor], kind: str, dtype: torch.dtype
 ) -> dict[int, torch.dtype]:
     same: dict[int, fx.Node] = {}  # a tied weight is read under several names
     for node, weight in weights.items():

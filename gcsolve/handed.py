@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gcsolve._torch import current_backward, runs_in_this_backward
+from gcsolve._torch import current_backward, is_sum_of_gradients, runs_in_this_backward
 from gcsolve.joint import Joint
 
 Handed = dict[int, torch.Tensor]
@@ -31,23 +31,35 @@ Handed = dict[int, torch.Tensor]
 
 def first_sums(joint: Joint, backward: Collection[fx.Node]) -> dict[fx.Node, int]:
     """node that adds the first two gradients of an input, in the precision in which autograd sums them -> position of the
-    input; for the inputs that are used more than once, each time with a gradient."""
+    input; for the inputs that are used more than once."""
     graph = joint.graph_module.graph
     made: Any = graph.output_node().args[0]
     primals = graph.find_nodes(op="placeholder")[: len(joint.inputs)]
     cast = dict(joint.cast_weights)
+    graded = _ancestors([made[position] for position in joint.tangents]) - set(backward)
     found: dict[fx.Node, int] = {}
     for position, at in joint.gradients:
         node, read = made[position], primals[at]
         if at in cast:
-            (read,) = (u for u in read.users if u not in backward) if len(read.users) == 1 else (read,)
             node = node.all_input_nodes[0]
-        uses = sum(user not in backward for user in read.users)
-        sums = [node]
-        while sums[-1].target is torch.ops.aten.add.Tensor and len(sums) < uses - 1:
-            sums.append(sums[-1].args[0])
-        if uses > 1 and len(sums) == uses - 1 and sums[-1].target is torch.ops.aten.add.Tensor:
+            read = next(user for user in read.users if user in graded)
+        uses = sum(user in graded for user in read.users)
+        sums = [node] if uses > 1 and is_sum_of_gradients(node) else []
+        while (
+            sums and len(sums) < uses - 1 and is_sum_of_gradients(first := sums[-1].args[0]) and len(first.users) == 1
+        ):
+            sums.append(first)  # nothing else reads it: what is added to it reaches no other gradient
+        if sums:
             found[sums[-1]] = at
+    return found
+
+
+def _ancestors(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        new = [node for node in stack.pop().all_input_nodes if node not in found]
+        found.update(new)
+        stack += new
     return found
 
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from gcsolve._torch import (
     aot_export_joint_with_descriptors,
     as_eager_kernels,
     backends_left_on,
+    draws_kept,
     functorch_config,
     tracing,
     unordered_checks,
@@ -159,6 +160,7 @@ def capture_joint(
     mode: FakeTensorMode,
     stand_ins: StandIns,
     *,
+    leaves: Collection[int],
     exported: bool,
     on_cpu: bool,
     autocast_backward: bool,
@@ -170,6 +172,7 @@ def capture_joint(
 
     Args:
         stand_ins: the generators that the model may draw from.
+        leaves: positions of the arguments that are leaves of autograd's graph and need a gradient.
         exported: export first, which takes more models and knows modules and source lines. It sees no autograd: a model
             that takes gradients in forward is traced directly, and so is one that sets the default dtype.
         on_cpu: tensors on the CPU stay there, and its kernels' own ways are followed.
@@ -184,6 +187,7 @@ def capture_joint(
         around.enter_context(functorch_config.patch(functionalize_rng_ops=False, backward_pass_autocast=backward))
         around.enter_context(as_eager_kernels({**RECURRENT, **REACHED} if on_cpu else None))
         around.enter_context(unordered_checks())
+        around.enter_context(draws_kept())
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about export and about the copy; the user can do nothing
         functions = around.enter_context(KeptFunctions())
@@ -192,13 +196,13 @@ def capture_joint(
             with functions.recording(), backends_left_on():
                 program = torch.export.export(module, tuple(args), strict=False)
             module = program.module(check_guards=False)
-            casts = share_casts(module)
+            casts = share_casts(module, {at: args[at] for at in leaves})
         with contextlib.ExitStack() as stack:
             captured = aot_export_joint_with_descriptors(
                 stack, module, tuple(args), decompositions=_AS_EAGER if on_cpu else {}
             )
     _share_constants(captured.graph_module.graph)
-    return _with_generators(_described(captured, module, casts), stand_ins)
+    return _with_generators(_described(captured, module, args, casts), stand_ins)
 
 
 def _share_constants(graph: fx.Graph) -> None:
@@ -244,7 +248,9 @@ def _with_generators(joint: Joint, stand_ins: StandIns) -> Joint:
     return replace(joint, inputs=(*joint.inputs, *places))
 
 
-def _described(captured: Any, module: nn.Module, casts: Mapping[int, torch.dtype]) -> Joint:
+def _described(
+    captured: Any, module: nn.Module, args: Sequence[torch.Tensor], casts: Mapping[int, torch.dtype]
+) -> Joint:
     """AOTAutograd's descriptors and metadata as our own frozen record.
 
     Args:

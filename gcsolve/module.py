@@ -29,6 +29,7 @@ from gcsolve.attributes import (
     set_attribute,
     token,
 )
+from gcsolve.casts import is_weight
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.handed import block_goes_on
@@ -119,12 +120,14 @@ def signature(
     """Equal for two calls exactly when one traced step serves both: structure, non-tensor arguments, shapes, strides,
     dtypes, devices, who needs gradients, training flags, hooks, autocast, default dtype and the modules' own settings."""
     modules = list({id(m): m for _, m in walk(model)}.values())
+    context = Context.here()
     return (
         static_key(template, "example_input"),
         tuple(map(_description, tensors)),
+        tuple(map(is_weight, tensors)) if context.regions and context.casts_once else (),
         global_module_hooks(),
         hooks_token(model) if any(m._forward_hooks or m._forward_pre_hooks for m in modules) else (),
-        Context.here(),
+        context,
         _states(modules, remembered or Remembered()),
     )
 

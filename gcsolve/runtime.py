@@ -153,8 +153,11 @@ class _Function(torch.autograd.Function):
         ctx.step = step
         weights = {at: inputs[at] for _, at in joint.gradients}
         ctx.handing = Handing(ctx, weights, dict(joint.cast_weights), emitted.sums)
-        ctx.n_saved = emitted.n_saved
-        ctx.save_for_backward(*results[n:], *(inputs[i] for i in emitted.backward_inputs))
+        # What a step writes, a rerun reads without regard to its content (a BatchNorm's running statistics): another call may
+        # have written it meanwhile, which autograd refuses of what it saves.
+        written = {at for _, at in joint.mutations}
+        ctx.written = {at: inputs[at] for at in emitted.backward_inputs if at in written}
+        ctx.save_for_backward(*results[n:], *(inputs[at] for at in emitted.backward_inputs if at not in written))
         # Neither what is written already nor an input itself, which autograd would detach where it stands.
         unsaid = {position for position, _ in joint.mutations}
         unsaid |= {plan.position for plan in joint.outputs if plan.kind == "input"}
@@ -180,6 +183,8 @@ class _Function(torch.autograd.Function):
         joint, emitted = step.trace.joint, step.emitted
         step.refuse_other_autocast({g.device.type for g in gradients if g is not None})
         boxed: list[Any] = list(ctx.saved_tensors)
+        for at in ctx.written:  # in the order of the backward's inputs
+            boxed.insert(emitted.n_saved + emitted.backward_inputs.index(at), ctx.written[at])
         ctx.maybe_clear_saved_tensors()
         there = {position for position in joint.tangents if gradients[position] is not None}
         for position, like in zip(joint.tangents, step.tangent_likes, strict=True):

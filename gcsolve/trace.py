@@ -19,6 +19,7 @@ from torch import fx, nn
 from gcsolve import batchnorm
 from gcsolve._torch import is_compiled, is_compiled_in_place
 from gcsolve.attributes import Setting, attributes_of, changed_attribute, plain_attribute, set_attribute
+from gcsolve.casts import is_weight
 from gcsolve.context import Context
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.fakes import TrueFakes, forget_fakes
@@ -190,6 +191,7 @@ def _traced(
                     fakes,
                     mode,
                     stand_ins,
+                    leaves=[at for at, t in enumerate(flat_inputs) if is_weight(t)],
                     exported=exported,
                     on_cpu=kernels is None,
                     autocast_backward=autocast_backward,

@@ -108,3 +108,26 @@ def test_a_kernel_that_casts_inside_and_is_not_planned_is_refused() -> None:
     model = Of(lambda m, x: torch.linalg.polar(m.a(x).float())[0], a=nn.Linear(8, 8))
     with _block(), pytest.raises(TraceError, match=r"torch\.linalg\.polar at .*test_autocast\.py.*enabled=False"):
         gcsolve.solve(model, x(8, 8), budget=1.0)
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_an_input_that_several_ops_cast(leaf: bool) -> None:
+    """Eager casts a leaf once and sums its gradients in bfloat16; what another op made is cast by each op."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*(layer(x)[None] for layer in (m.a, m.b, m.c)))
+
+    torch.manual_seed(0)
+    model = Of(forward, **{name: nn.Linear(16, 16) for name in "abc"})
+
+    def gradient(module: nn.Module) -> torch.Tensor:
+        inputs = x(8, 16).requires_grad_()
+        with _block():
+            output = module(inputs if leaf else inputs * 1)
+        output.float().square().sum().backward()
+        assert inputs.grad is not None
+        return inputs.grad
+
+    with _block():
+        plan = gcsolve.solve(copy.deepcopy(model), x(8, 16).requires_grad_(), budget="1MB")
+    assert torch.equal(gradient(model), gradient(plan.module))

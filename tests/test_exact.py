@@ -143,6 +143,46 @@ def test_everything_rerun(name: str) -> None:
     assert_same(expected, train(plan.module, example()))
 
 
+def test_batch_norms_rerun_after_another_forward() -> None:
+    """The second call has written the running statistics by the time the first one's backward reruns the layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    plain, images = copy.deepcopy(model), _x(4, 3, 8, 8)
+    plan = gcsolve.solve(model, images, budget="1GB", solver=KeepNothing())
+    assert any(
+        n > 1 and "batch_norm" in plan.problem.graph.nodes[i].op
+        for i, n in enumerate(plan.schedule.runs(plan.problem.graph))
+    )
+    for m in (plan.module, plain):
+        (total(m(images)) + total(m(2 * images))).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h: F.dropout(h, 0.3),
+        lambda h: F.dropout(h.detach(), 0.3),
+        torch.rand_like,
+        lambda h: torch.bernoulli(h.sigmoid()),
+        lambda h: torch.multinomial(h.softmax(-1), 2),
+        lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.1),
+    ],
+    ids=["dropout", "detached", "rand_like", "bernoulli", "multinomial", "attention"],
+)
+def test_a_draw_that_nothing_reads_moves_the_generator(draw: Any) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.a(x)
+        draw(h)
+        return F.dropout(h, 0.5)
+
+    torch.manual_seed(0)
+    model = Of(forward, a=nn.Linear(8, 8))
+    expected = train(copy.deepcopy(model), _x(4, 8))
+    assert_same(expected, train(gcsolve.solve(model, _x(4, 8), budget="1MB").module, _x(4, 8)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_around_the_call_backward_outside(dtype: torch.dtype) -> None:
     def under(model: nn.Module) -> Any:
