@@ -75,6 +75,11 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
     line = user_line(error)
     at = f" at {line}" if line else ""
     name = type(error).__name__
+    outside = (
+        "if it is in the loss, leave labels out of the call and compute the loss after it, "
+        if "labels=" in call
+        else ""
+    )
     if "entirely functional graph" in str(error):
         return TraceError(
             f"{subject} changes a tensor in place that a planned step cannot follow: one in a list, a dict or a "
@@ -85,7 +90,7 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
         return TraceError(
             f"{subject} makes a number or a shape of a tensor's values (item, tolist, nonzero, a boolean mask as "
             f"index){at}: another step would need another plan. Keep it a tensor (x * s instead of x * s.item(), torch.where "
-            "instead of a mask), or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
+            f"instead of a mask), {outside}or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
         )
     if "DataDependent" in name or "data-dependent" in str(error):
         for frame in traceback.extract_tb(error.__traceback__):
@@ -97,7 +102,7 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
                 )
         return TraceError(
             f"{subject} branches on a tensor's value{at}, or calls an op there that does so itself (as torch.cov "
-            "does): the two ways would need two plans. Replace the branch by torch.where, or plan the submodules "
+            f"does): the two ways would need two plans. Replace the branch by torch.where, {outside}or plan the submodules "
             "around it: model.part = gcsolve.solve(model.part, ...).module"
         )
     for found, what, text in _CANNOT:

@@ -186,6 +186,25 @@ def test_constants_changed_in_place_are_known_as_they_are_then() -> None:
         trace(_WritesConstants(from_input=True), (x,), {})
 
 
+def test_a_loss_inside_that_looks_at_its_labels_may_be_taken_outside() -> None:
+    class Labelled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            y = self.linear(x)
+            if labels is None:
+                return y
+            if labels.max() > 7:
+                raise ValueError("no such label")
+            return torch.nn.functional.cross_entropy(y, labels)
+
+    with pytest.raises(TraceError, match="leave labels out of the call and compute the loss after it, or plan"):
+        trace(Labelled(), (_x(4, 8),), {"labels": torch.tensor([0, 1, 2, 3])})
+    trace(Labelled(), (_x(4, 8),), {})
+
+
 def test_the_model_is_told_that_it_runs_in_eager() -> None:
     class Asks(torch.nn.Module):
         def __init__(self) -> None:
