@@ -69,6 +69,7 @@ __all__ = [
     "storage_key",
     "tracing",
     "transform",
+    "unchecked_conditions",
     "unordered_checks",
     "tree_map_only",
     "view_like",
@@ -193,6 +194,23 @@ def unordered_checks() -> Iterator[None]:
     finally:
         if before is not None:
             effect._effect = before
+
+
+@contextlib.contextmanager
+def unchecked_conditions() -> Iterator[None]:
+    """Models have torch check a condition that only values tell (Hugging Face's, that a text has a place for each part of
+    its images), and go on when it holds; in this block, of this thread, it is taken to hold."""
+    here, original = threading.get_ident(), torch._check_tensor_all_with
+
+    def check(error_type: Any, cond: torch.Tensor, message: Any = None) -> None:
+        if threading.get_ident() != here:
+            original(error_type, cond, message)
+
+    torch._check_tensor_all_with = check
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = original
 
 
 def is_autocast_region(target: Any) -> bool:

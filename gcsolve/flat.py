@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gcsolve._torch import as_in_eager, weights_cast
+from gcsolve._torch import as_in_eager, unchecked_conditions, weights_cast
 from gcsolve.attributes import Attributes, Setting, Written, attributes_of, set_attribute
 from gcsolve.errors import ArgumentError
 from gcsolve.functions import ByHand
@@ -109,6 +109,7 @@ class Flat(nn.Module):
             stack.enter_context(as_in_eager())
             stack.enter_context(weights_cast(once=call.casts_once))
             stack.enter_context(unchecked_distributions())
+            stack.enter_context(unchecked_conditions())
             stack.enter_context(seeding_refused())
             stack.enter_context(inference_as_no_grad())
             stack.enter_context(KnownValues())

@@ -75,7 +75,7 @@ _ARITHMETIC = frozenset(
 # What is only known in its in-place form.
 _WRITTEN = frozenset(["setitem", "fill", "zero", "iadd", "isub", "imul", "iand", "ior", "ixor"])
 
-_ASKED = frozenset(["bool", "item", "int", "float", "index", "tolist"])
+_ASKED = frozenset(["__bool__", "item", "__int__", "__float__", "__index__", "tolist"])  # not what casts: bool(), int()
 
 
 class KnownValues(TorchFunctionMode):
@@ -89,7 +89,7 @@ class KnownValues(TorchFunctionMode):
         kwargs = kwargs or {}
         written = getattr(func, "__name__", "")
         name = written.strip("_")
-        if name in _ASKED and args and self.knows(args[0]):
+        if written in _ASKED and args and self.knows(args[0]):
             with no_modes():
                 return getattr(self.values[args[0]], written)(*args[1:], **kwargs)
         result = func(*args, **kwargs)

@@ -18,6 +18,7 @@ from gcsolve.errors import ArgumentError, TraceError
 from gcsolve.structure import flatten, leaf_paths, skeleton, static_key, unflatten
 from gcsolve.trace import parse_example, trace
 from tests import models
+from tests.training import Of, assert_trains_the_same
 
 
 def _x(*shape: int) -> torch.Tensor:
@@ -203,6 +204,27 @@ def test_a_loss_inside_that_looks_at_its_labels_may_be_taken_outside() -> None:
     with pytest.raises(TraceError, match="leave labels out of the call and compute the loss after it, or plan"):
         trace(Labelled(), (_x(4, 8),), {"labels": torch.tensor([0, 1, 2, 3])})
     trace(Labelled(), (_x(4, 8),), {})
+
+
+def test_casts_of_constants_are_ops_of_the_trace() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(8).int()
+        near = (at[:, None] - at).clamp_(-2, 2).add_(2)  # in place, as LayoutLMv3 does
+        return m.a(x) * m.b.weight[near.float().long(), 0] * near.bool()
+
+    model = Of(forward, a=torch.nn.Linear(8, 8), b=torch.nn.Linear(1, 5))
+    plan, *_ = assert_trains_the_same(model, _x(8, 8))
+    assert "_tensor_constant" not in plan.module.code
+
+
+def test_conditions_that_torch_checks_are_taken_to_hold() -> None:
+    def forward(m: Any, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(at < 8, lambda: "no such place")  # as Hugging Face checks a text's places for images
+        return m.a(x)[at]
+
+    assert_trains_the_same(Of(forward, a=torch.nn.Linear(8, 8)), (_x(8, 8), torch.tensor([3, 1, 3])))
+    with pytest.raises(RuntimeError, match="no such place"):
+        torch._check_tensor_all(torch.zeros(1).bool(), lambda: "no such place")
 
 
 def test_the_model_is_told_that_it_runs_in_eager() -> None:
