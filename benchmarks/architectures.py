@@ -60,6 +60,8 @@ def _images(size: int = 64) -> Callable[[int], dict[str, Any]]:
     return lambda batch: {"pixel_values": _pixels(batch, size), "labels": torch.randint(0, CLASSES, (batch,))}
 
 
+_IMAGE_TOKEN = VOCABULARY - 1
+
 # The same five sizes under the names that the configurations give them.
 _USUAL = {
     "vocab_size": VOCABULARY,
@@ -126,6 +128,32 @@ def _two_towers(**text: Any) -> dict[str, Any]:
         "vision_config": {**both, "image_size": 32, "patch_size": 8},
         "projection_dim": 32,
     }
+
+
+def _classed(batch: int) -> dict[str, Any]:
+    return {"input_ids": _tokens(batch), "labels": torch.randint(0, CLASSES, (batch,))}
+
+
+def _balanced(batch: int) -> dict[str, Any]:
+    return {**_labelled(batch), "output_router_logits": True}
+
+
+def _conversed(batch: int) -> dict[str, Any]:
+    """An image of 16 patches stands at the start of the text."""
+    tokens = _tokens(batch)
+    tokens[:, :16] = _IMAGE_TOKEN
+    return {"input_ids": tokens, "pixel_values": _pixels(batch, 32), "labels": tokens.clone()}
+
+
+def _documented(batch: int) -> dict[str, Any]:
+    corners = torch.randint(0, 500, (batch, LENGTH, 2))
+    boxes = torch.cat([corners, corners + 100], -1)
+    labels = torch.randint(0, CLASSES, (batch, LENGTH))
+    return {"input_ids": _tokens(batch), "bbox": boxes, "pixel_values": _pixels(batch, 32), "labels": labels}
+
+
+def _filmed(batch: int) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(batch, 4, 3, 32, 32), "labels": torch.randint(0, CLASSES, (batch,))}
 
 
 def _segmented(batch: int) -> dict[str, Any]:
@@ -328,6 +356,79 @@ def _conditioned_unet(batch: int) -> Case:
     return _denoised(batch, model, sample=sample, encoder_hidden_states=words)
 
 
+def _diffusion_transformer(batch: int) -> Case:
+    from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=16,
+    )
+    words = {"encoder_hidden_states": torch.randn(batch, 8, 32), "pooled_projections": torch.randn(batch, 32)}
+    return _denoised(batch, model, hidden_states=torch.randn(batch, 4, 16, 16), **words)
+
+
+def _autoencoder(batch: int) -> Case:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    sizes: dict[str, Any] = {
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
+        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        "norm_num_groups": 8,
+    }
+    return AutoencoderKL(**sizes), {"sample": _pixels(batch, 32), "sample_posterior": True}, None
+
+
+class RecurrentLanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 48)
+        self.layers = nn.LSTM(48, 48, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(48, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.layers(self.embedding(tokens[:, :-1]))[0])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _lstm(batch: int) -> Case:
+    return RecurrentLanguageModel(), (_tokens(batch),), None
+
+
+class Recommender(nn.Module):
+    """DLRM: bags of embeddings, and the products of every two of them."""
+
+    def __init__(self, tables: int, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(VOCABULARY, width, mode="sum") for _ in range(tables))
+        self.bottom = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, width), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear(width + tables * (tables + 1) // 2, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, dense: Tensor, ids: Tensor, starts: Tensor, clicked: Tensor) -> Tensor:
+        x = self.bottom(dense)
+        every = torch.stack([x, *(table(row, starts) for table, row in zip(self.tables, ids, strict=True))], 1)
+        first, second = torch.tril_indices(every.shape[1], every.shape[1], -1)
+        pairs = (every @ every.mT)[:, first, second]
+        logits = self.top(torch.cat([x, pairs], 1)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, clicked)
+
+
+def _dlrm(batch: int) -> Case:
+    rows = 32 * batch
+    ids, starts = torch.randint(0, VOCABULARY, (6, 4 * rows)), torch.arange(0, 4 * rows, 4)
+    return Recommender(6, 16), (torch.randn(rows, 13), ids, starts, torch.rand(rows)), None
+
+
 def _lora(base: str, **settings: Any) -> Make:
     """Low-rank adapters on a frozen base."""
 
@@ -393,6 +494,14 @@ ARCHITECTURES: dict[str, Make] = {
     "qwen3": _hugging_face("Qwen3ForCausalLM", _labelled, **_GROUPED, head_dim=12),
     "gemma": _hugging_face("GemmaForCausalLM", _labelled, **_GROUPED, head_dim=12),
     "gemma2": _hugging_face("Gemma2ForCausalLM", _labelled, **_GROUPED, head_dim=12, sliding_window=16),
+    "gemma3": _hugging_face(
+        "Gemma3ForCausalLM",
+        _labelled,
+        **_GROUPED,
+        head_dim=12,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "phi": _hugging_face("PhiForCausalLM", _labelled, **_CAUSAL),
     "phi3": _hugging_face("Phi3ForCausalLM", _labelled, **_GROUPED),
     "olmo2": _hugging_face("Olmo2ForCausalLM", _labelled, **_GROUPED),
@@ -442,7 +551,53 @@ ARCHITECTURES: dict[str, Make] = {
         context_length=64,
         use_cache=False,
     ),
+    "deepseek_v3": _hugging_face(
+        "DeepseekV3ForCausalLM",
+        _labelled,
+        **_CAUSAL,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+    ),
+    "gpt_oss": _hugging_face(
+        "GptOssForCausalLM", _labelled, **_GROUPED, head_dim=12, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3_moe": _hugging_face(
+        "Qwen3MoeForCausalLM",
+        _balanced,
+        **_GROUPED,
+        head_dim=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    "qwen3_next": _hugging_face(
+        "Qwen3NextForCausalLM",
+        _labelled,
+        **_GROUPED,
+        head_dim=12,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
     # encoders
+    "bert_classifier": _hugging_face("BertForSequenceClassification", _classed, **_USUAL, num_labels=CLASSES),
+    "esm": _hugging_face("EsmForMaskedLM", _labelled, **_USUAL, pad_token_id=1, position_embedding_type="rotary"),
     "bert": _hugging_face("BertForMaskedLM", _labelled, **_USUAL),
     "roberta": _hugging_face("RobertaForMaskedLM", _labelled, **_USUAL, pad_token_id=1),
     "distilbert": _hugging_face(
@@ -557,6 +712,29 @@ ARCHITECTURES: dict[str, Make] = {
         _captioned,
         **{k: v for k, v in _two_towers(projection_size=48).items() if k != "projection_dim"},
     ),
+    "llava": _hugging_face(
+        "LlavaForConditionalGeneration",
+        _conversed,
+        text_config={"model_type": "llama", **_GROUPED},
+        vision_config={"model_type": "clip_vision_model", **_PATCHES, "image_size": 32, "num_hidden_layers": 3},
+        image_token_index=_IMAGE_TOKEN,
+        image_token_id=_IMAGE_TOKEN,
+        pad_token_id=0,
+    ),
+    "layoutlmv3": _hugging_face(
+        "LayoutLMv3ForTokenClassification",
+        _documented,
+        **_USUAL,
+        pad_token_id=1,
+        input_size=32,
+        patch_size=8,
+        coordinate_size=8,
+        shape_size=8,
+        num_labels=CLASSES,
+    ),
+    "videomae": _hugging_face(
+        "VideoMAEForVideoClassification", _filmed, **{**_PATCHES, "image_size": 32}, num_frames=4, num_labels=CLASSES
+    ),
     "patchtst": _hugging_face(
         "PatchTSTForPrediction",
         _series,
@@ -634,16 +812,22 @@ ARCHITECTURES: dict[str, Make] = {
     "unet": _unet,
     "diffusion_unet": _diffusion_unet,
     "conditioned_unet": _conditioned_unet,
+    "diffusion_transformer": _diffusion_transformer,
+    "autoencoder_kl": _autoencoder,
+    "lstm": _lstm,
+    "dlrm": _dlrm,
 }
 ARCHITECTURES["lora_gpt2"] = _lora("gpt2", target_modules=["c_attn"], fan_in_fan_out=True)
 ARCHITECTURES["lora_llama"] = _lora("llama", target_modules=["q_proj", "v_proj"])
+ARCHITECTURES["dora_llama"] = _lora("llama", target_modules=["q_proj", "v_proj"], use_dora=True)
 
 # What they are made of is in another entry too, or they are slow to trace: in the benchmark only.
 SIMILAR = frozenset({
     "opt", "falcon", "gemma2", "phi", "gptj", "mpt", "phi3", "olmo2", "stablelm", "cohere", "qwen2_moe", "mamba2",
     "rwkv", "distilbert", "albert", "electra", "deberta", "xlnet", "longformer", "bart", "pegasus", "hubert", "deit",
     "dinov2", "siglip", "timm_ghostnet", "timm_xcit", "timm_poolformer", "timm_coatnet", "efficientnet_b0",
-    "inception_v3", "conditioned_unet",
+    "inception_v3", "conditioned_unet", "gemma3", "gpt_oss", "qwen3_next", "bert_classifier", "esm", "videomae",
+    "autoencoder_kl", "dora_llama",
 })  # fmt: skip
 
 
