@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import random
 import time
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
+from gcsolve.solvers import _epochs
 from gcsolve.solvers._epoch_search import EpochSearch
 from gcsolve.solvers._epochs import EpochProgram, OutOfTime
 from gcsolve.solvers._mend import mended
@@ -78,6 +82,79 @@ def test_a_plan_to_begin_with_is_a_solution_of_the_program(problem: Problem, dat
     answer = EpochProgram(problem, range(len(problem.graph.nodes))).solve(time_limit_s=10, abs_gap=1e-9, begin=run)
     assert answer.order is not None
     assert answer.bound <= run.rerun_cost / (problem.total_cost or 1.0) + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_forward=8, max_backward=6), st.data())
+def test_a_plan_postponed_and_passed_on_keeps_every_row(problem: Problem, data: st.DataObject):
+    run = OrderReplay(problem).run(data.draw(orders(problem)))
+    problem = problem.with_budget(run.peak_bytes)
+    program = EpochProgram(problem, data.draw(st.sets(st.sampled_from(range(len(problem.graph.nodes))), min_size=1)))
+    values = program._as_values(run)
+    assert all(var.lower_bound <= x <= var.upper_bound for var, x in values.items())
+    for row in program.model.linear_constraints():
+        terms = ((row.get_coefficient(var), var) for var in program.model.row_nonzeros(row))
+        total = sum(k * values[var] for k, var in terms)
+        assert row.lower_bound - 1e-9 <= total <= row.upper_bound + 1e-9
+    price = sum(values[r] * problem.cost[i] for again in program.R for i, r in again.items())
+    assert price <= run.rerun_cost + 1e-9
+
+
+def layered(draw: random.Random) -> Problem:
+    """A chain with skips and the backward that mirrors it; most values are alike in size. Budget: between what the largest
+    op takes and what storing everything does."""
+    forward = draw.randint(4, 8)
+    nodes: list[Node] = []
+    values: list[Value] = []
+    made: list[list[int]] = []
+    for i in range(forward):
+        inputs = set(draw.sample(made[-1], 1)) if made and draw.random() < 0.9 else set[int]()
+        if made and draw.random() < 0.25:
+            inputs.add(draw.choice(draw.choice(made)))
+        made.append(list(range(len(values), len(values) + draw.choice([1, 1, 1, 2]))))
+        values += [Value(f"v{v}", draw.choice([0, 1, 2, 2, 2, 3, 4]), i, draw.random() < 0.04) for v in made[-1]]
+        once = draw.random() < 0.07
+        nodes.append(Node(f"n{i}", tuple(inputs), tuple(made[-1]), draw.choice([0, 0, 0, 1, 3]), rerunnable=not once))
+    for i in range(forward, 2 * forward):
+        inputs = {made[-1][0]}
+        if draw.random() < 0.7:
+            inputs.add(draw.choice(made[2 * forward - 1 - i]))
+        if draw.random() < 0.2:
+            inputs.add(draw.choice(draw.choice(made[:forward])))
+        made.append([len(values)])
+        values.append(Value(f"v{len(values)}", draw.choice([0, 1, 2, 2]), i))
+        nodes.append(Node(f"n{i}", tuple(inputs), tuple(made[-1]), draw.choice([0, 0, 1]), rerunnable=False))
+    problem = Problem(Graph(tuple(nodes), tuple(values), forward), tuple(float(draw.randint(1, 9)) for _ in nodes), 0)
+    stored = OrderReplay(problem).run(range(len(nodes))).peak_bytes
+    own = (n.workspace_bytes + sum(values[v].size_bytes for v in {*n.inputs, *n.outputs}) for n in nodes)
+    return problem.with_budget(draw.randint(min(max(own), stored - 1), stored - 1))
+
+
+TELLING = (225, 247, 441, 456, 519, 657, 671, 684)
+"""Each shows a condition of `lazy` or `passing` to be needed."""
+
+
+@pytest.mark.parametrize("seeds", [range(40), range(40, 80), TELLING])
+def test_what_need_not_be_looked_at_takes_nothing_from_the_optimum(
+    seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Without burst rows and with them (odd seeds): the optimum is that of the program that looks at everything."""
+    bound = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        problem = layered(draw)
+        nodes = range(len(problem.graph.nodes))
+        moments = sorted(draw.sample(nodes, draw.randint(len(nodes) // 2, len(nodes))))
+        bursts = [(t, i) for t in moments if seed % 2 and t - 1 in moments for i in range(t) if draw.random() < 0.6]
+        reduced = EpochProgram(problem, moments, bursts).solve(time_limit_s=20, abs_gap=1e-7)
+        with monkeypatch.context() as patch:
+            patch.setattr(_epochs, "_lazy", lambda *_: {})
+            patch.setattr(_epochs, "_passing", lambda *_: {})
+            whole = EpochProgram(problem, moments, bursts).solve(time_limit_s=20, abs_gap=1e-7)
+        assert reduced.infeasible == whole.infeasible
+        assert reduced.bound == pytest.approx(whole.bound, abs=1e-6)
+        bound.append(whole.bound)
+    assert sum(b > 0 for b in bound) > len(bound) / 2
 
 
 @settings(max_examples=40, deadline=None)

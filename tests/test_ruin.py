@@ -55,3 +55,4 @@ def test_it_stops_at_what_is_enough_and_at_the_deadline_and_repeats_itself():
     assert rebuilt(replay, run, deadline=math.inf).order == better.order
     assert rebuilt(replay, run, deadline=-math.inf) is run
     assert rebuilt(replay, run, deadline=math.inf, enough=run.rerun_cost) is run
+    assert rebuilt(replay, run, deadline=math.inf, patience=0.0) is run

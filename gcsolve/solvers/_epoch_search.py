@@ -69,18 +69,22 @@ class EpochSearch:
         """What a better plan than the incumbent could still save, in overhead."""
         return self.best.rerun_cost / self.total - max(self.any_bound, self.bound) if self.best else 1.0
 
+    def enough(self) -> float:
+        """A gap at which the incumbent is good enough, in overhead; less than that by what rounding takes."""
+        return 0.99 * self.gap * (1.0 + self.best.rerun_cost / self.total) if self.best else self.gap / 4
+
     def run(self) -> None:
         """Search until the gap is met, it is proven that nothing fits (`infeasible`), or the deadline strikes; once more
         goes on from there, when the deadline has been put off."""
         if not self.moments and not self._add_overflowing(self.replay.run(range(len(self.problem.graph.nodes)))):
             return
-        finest = self.gap / 4
-        abs_gap = max(finest, min(LOOSE_GAP, self.room() / 2))
+        abs_gap = LOOSE_GAP
         while not self.met() and self.left() > 0:
             try:
                 program = EpochProgram(self.problem, self.moments, self.bursts, self.tiny_bytes, self.deadline)
             except OutOfTime:
                 return
+            abs_gap = min(abs_gap, max(self.enough(), self.room() / 2))
             limit = ROUND_SHARE * self.left()
             answer = program.solve(time_limit_s=limit, abs_gap=abs_gap, begin=self.best)
             if answer.infeasible:
@@ -95,10 +99,9 @@ class EpochSearch:
             run = self.replay.run([i for _, i in needed(self.replay, list(enumerate(answer.order)))])
             self._offer(run)
             if not self._add_overflowing(run):
-                out_of_time = run.rerun_cost / self.total - answer.bound > 2 * abs_gap
-                if abs_gap <= finest or out_of_time:
+                if abs_gap <= self.gap / 4 or not answer.finished:
                     return
-                abs_gap = max(finest, abs_gap / 4)
+                abs_gap = max(self.gap / 4, abs_gap / 4)
 
     def _offer(self, run: OrderRun) -> None:
         budget = self.problem.budget_bytes

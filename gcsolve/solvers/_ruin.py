@@ -21,13 +21,15 @@ PARTS = (0.3, 0.6, 1.0)
 """Each of them is, with this probability."""
 
 
-def rebuilt(replay: OrderReplay, run: OrderRun, *, deadline: float, enough: float = 0.0, seed: int = 0) -> OrderRun:
-    """A run at most as dear as `run`, which fits; it stops where `enough` rerun cost is reached, or after as many rounds
-    in vain as the order is long."""
+def rebuilt(
+    replay: OrderReplay, run: OrderRun, *, deadline: float, enough: float = 0.0, patience: float = 1.0, seed: int = 0
+) -> OrderRun:
+    """A run at most as dear as `run`, which fits; it stops where `enough` rerun cost is reached, or after `patience` times
+    as many rounds in vain as the order is long."""
     draw = random.Random(seed)
     budget = replay.problem.budget_bytes
     vain = 0
-    while run.rerun_cost > enough and vain < len(run.order) and time.perf_counter() < deadline:
+    while run.rerun_cost > enough and vain < patience * len(run.order) and time.perf_counter() < deadline:
         vain += 1
         trial = mended(replay, _ruined(replay, run, draw), deadline)
         if trial.peak_bytes <= budget:

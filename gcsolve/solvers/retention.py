@@ -69,6 +69,8 @@ FINER_SHARE = 0.1
 """Of the time, for more reruns where one a value fits and is proven to be within the gap of its class."""
 RUIN_SHARE = 0.3
 """Of the time that is left for them, for more reruns by ruin and repair, before the MILP."""
+FIRST_PATIENCE = 0.25
+"""With that: the MILP often needs less time than a patient search."""
 LOOSE_GAP = 0.02
 BOUND_SHARE = 0.25
 TIED_ROUNDS = 12
@@ -150,11 +152,14 @@ class Retention:
         if fits:
             now = time.perf_counter()
             until = now + RUIN_SHARE * (finish - now)
-            run = rebuilt(replay, run, deadline=until, enough=total * _enough(bounds.any, gap))
+            enough = total * _enough(bounds.any, gap)
+            run = rebuilt(replay, run, deadline=until, enough=enough, patience=FIRST_PATIENCE)
+        if proven and bounds.gap(ONE_RERUN, run.rerun_cost / total) < -ROUNDING:
+            proven, finish = False, whole  # of a plan that beats that class, nothing is proven
         search = EpochSearch(problem, run if fits else None, gap=gap, deadline=finish, any_bound=bounds.any)
         search.run()
         if proven and search.best and bounds.gap(ONE_RERUN, search.best.rerun_cost / total) < -ROUNDING:
-            proven, finish = False, whole  # of the plan that beats that class, nothing is proven
+            proven, finish = False, whole
             search.deadline = finish
             search.run()
         if search.best is not None and not search.met() and not proven:
