@@ -8,7 +8,8 @@ import pytest
 
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
-from gcsolve.solvers._orders import OrderReplay
+from gcsolve.solvers import retention
+from gcsolve.solvers._orders import OrderReplay, OrderRun
 from gcsolve.solvers._ruin import rebuilt
 from gcsolve.solvers.brute_force import BruteForce
 from gcsolve.solvers.greedy import greedy_order
@@ -56,3 +57,17 @@ def test_it_stops_at_what_is_enough_and_at_the_deadline_and_repeats_itself():
     assert rebuilt(replay, run, deadline=-math.inf) is run
     assert rebuilt(replay, run, deadline=math.inf, enough=run.rerun_cost) is run
     assert rebuilt(replay, run, deadline=math.inf, patience=0.0) is run
+
+
+def test_a_plan_near_what_is_proven_is_not_searched_for_patiently(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[float, float]] = []
+
+    def looked(replay: OrderReplay, run: OrderRun, *, patience: float = 1.0, **_: float) -> OrderRun:
+        asked.append((run.rerun_cost / replay.problem.total_cost, patience))
+        return run
+
+    monkeypatch.setattr(retention, "rebuilt", looked)
+    for seed in range(1, 60, 2):  # without a backward nothing is proven before
+        retention.Retention(find_least=False).solve(random_problem(seed), gap=0.0)
+    assert {patience for overhead, patience in asked if overhead < retention.FAR} == {retention.FIRST_PATIENCE}
+    assert {patience for overhead, patience in asked if overhead >= retention.FAR} == {1.0}

@@ -70,7 +70,9 @@ FINER_SHARE = 0.1
 RUIN_SHARE = 0.3
 """Of the time that is left for them, for more reruns by ruin and repair, before the MILP."""
 FIRST_PATIENCE = 0.25
-"""With that: the MILP often needs less time than a patient search."""
+"""With that, where the plan is near what is proven: the MILP then often needs less time than a patient search."""
+FAR = 0.1
+"""A plan is not near that could still save this much, in overhead."""
 LOOSE_GAP = 0.02
 BOUND_SHARE = 0.25
 TIED_ROUNDS = 12
@@ -153,7 +155,8 @@ class Retention:
             now = time.perf_counter()
             until = now + RUIN_SHARE * (finish - now)
             enough = total * _enough(bounds.any, gap)
-            run = rebuilt(replay, run, deadline=until, enough=enough, patience=FIRST_PATIENCE)
+            patience = FIRST_PATIENCE if run.rerun_cost / total - bounds.any < FAR else 1.0
+            run = rebuilt(replay, run, deadline=until, enough=enough, patience=patience)
         if proven and bounds.gap(ONE_RERUN, run.rerun_cost / total) < -ROUNDING:
             proven, finish = False, whole  # of a plan that beats that class, nothing is proven
         search = EpochSearch(problem, run if fits else None, gap=gap, deadline=finish, any_bound=bounds.any)
