@@ -91,10 +91,28 @@ def _with_optimizer_step(graph: Graph, step_bytes: int, accumulate: bool) -> Gra
     """The graph whose last node, where the caller holds what the step has made, also is the optimizer's step: its
     temporaries are that node's workspace. With accumulation the new gradients are gone by then, added to the old."""
     gone = sum(v.size_bytes for v in graph.values if v.kind == "gradients") if accumulate else 0
-    if step_bytes <= gone:
+    if step_bytes - gone <= graph.nodes[-1].workspace_bytes:
         return graph
     last = replace(graph.nodes[-1], name="optimizer.step()", workspace_bytes=step_bytes - gone)
     return replace(graph, nodes=(*graph.nodes[:-1], last))
+
+
+def _with_copied_gradient(graph: Graph, joint: Joint, round_bytes: Callable[[int], int]) -> Graph:
+    """The graph whose last node also is autograd's handing out of the gradients: those that are not laid out as their
+    parameters it copies, one at a time."""
+    inputs = joint.graph_module.graph.find_nodes(op="placeholder")
+    outputs: Any = joint.graph_module.graph.output_node().args[0]
+    pairs = [
+        (outputs[p].meta["val"], inputs[at].meta["val"]) for p, at in joint.gradients if isinstance(outputs[p], fx.Node)
+    ]
+    copied = [round_bytes(g.numel() * g.element_size()) for g, t in pairs if not _laid_out_alike(g, t)]
+    last = replace(graph.nodes[-1], workspace_bytes=max(copied, default=0))
+    return replace(graph, nodes=(*graph.nodes[:-1], last))
+
+
+def _laid_out_alike(gradient: torch.Tensor, tensor: torch.Tensor) -> bool:
+    strides = zip(gradient.shape, gradient.stride(), tensor.stride(), strict=True)
+    return all(a == b if size != 1 else a != 0 for size, a, b in strides)
 
 
 def costed(
@@ -140,9 +158,12 @@ def costed(
         outside = external(model, inputs, trace.joint, attributes, taken, accumulate, round_bytes)
         libraries = library_bytes(trace.joint.graph_module.graph.nodes, device)
         lowered = lower(trace, (*outside, (LIBRARY_BUFFERS, libraries)), round_bytes, space)
+        if not accumulate:
+            lowered = replace(lowered, graph=_with_copied_gradient(lowered.graph, trace.joint, round_bytes))
         lowered = replace(lowered, graph=_with_optimizer_step(lowered.graph, taken.step_bytes, accumulate))
     else:
         lowered = lower(trace, (), round_bytes, space)
+        lowered = replace(lowered, graph=_with_copied_gradient(lowered.graph, trace.joint, round_bytes))
     infos = [_info(node, item.op) for node, item in zip(lowered.origin, lowered.graph.nodes, strict=True)]
     costs = tuple(0.0 if info is None else cost.cost(info) for info in infos)
     problem = Problem(lowered.graph, costs, 0, cost.unit)

@@ -426,6 +426,26 @@ class Bags(torch.nn.Module):
         return self.head(self.bags(ids, starts)).square().mean()
 
 
+class LaidOutAnew(torch.nn.Module):
+    """The convolution's gradient comes with its channels last, and is copied when all gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = torch.nn.Linear(650, 96 * 16), torch.nn.Conv2d(96, 256, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).view(-1, 96, 4, 4)
+        return self.conv(y.contiguous(memory_format=torch.channels_last)).square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": True}, {"scope": "activations"}])
+def test_gradients_that_autograd_copies_keep_the_budget(options):
+    plan = gcsolve.solve(LaidOutAnew(), torch.randn(1, 650), budget=1.0, **options)
+    report = plan.verify(steps=1, repeats=0)
+    assert report.ok
+    assert abs(report.prediction_error) < 0.001
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_embeddings_keep_their_budget(mode):
     plan = gcsolve.solve(Bags(mode), (torch.randint(0, 500, (5120,)), torch.arange(0, 5120, 10)), budget=1.0)
