@@ -358,7 +358,8 @@ class _Lowering:
 
     def _add_tangents(self, tangents: Sequence[fx.Node], primals: Sequence[fx.Node], made: Any) -> list[int]:
         """The output gradients; returns the values that no node of the backward reads: of outputs that are inputs, or views of
-        inputs or of other outputs, and what autograd makes of a view's gradient, as large as what is viewed."""
+        inputs or of other outputs, what autograd makes of a view's gradient, as large as what is viewed, and what it keeps as
+        the gradient of an input that the backward has none of."""
         at = len(self.nodes)
         outputs = []
         for node in tangents:
@@ -369,10 +370,12 @@ class _Lowering:
             outputs.append(len(self.values) - 1)
         own = len(outputs)
         more: dict[str, fx.Node] = {}
-        trace = self.trace
+        trace, graded = self.trace, {at for _, at in self.joint.gradients}
         for plan, takes, path in zip(self.joint.outputs, trace.takes_gradient, trace.output_paths, strict=True):
             if takes and plan.kind != "value":
                 more[f"gradient of {path}"] = primals[plan.base] if plan.kind == "input" else made[plan.position]
+            if takes and plan.kind == "input" and plan.base not in graded:
+                more[f"gradient of {primals[plan.base].name}"] = primals[plan.base]
             if takes and plan.kind.startswith("view"):
                 base = (made if plan.kind == "view_of_output" else primals)[plan.base]
                 more[f"gradient of {base.name} from its views"] = base

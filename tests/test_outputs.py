@@ -178,3 +178,18 @@ def test_gradients_from_elsewhere_in_the_same_backward(elsewhere: str, times: in
     found = gradient(gcsolve.solve(model, inputs, budget="1MB").module)
     assert torch.equal(found, expected) == (times == 1 or elsewhere == "a second call")
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("which", ["weight", "input", "both"])
+def test_the_gradient_of_an_output_that_is_used_for_nothing_else_is_in_the_peak(which: str) -> None:
+    """Autograd keeps a copy of what comes, as that weight's or input's gradient."""
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        alone = {"weight": (m.b.weight,), "input": (x,), "both": (m.b.weight, x, m.b.weight)}[which]
+        return m.a(x.detach()).sin(), *alone
+
+    model = Of(forward, a=nn.Linear(32, 32), b=nn.Linear(32, 32))
+    plan = gcsolve.solve(model, x(64, 32).requires_grad_(), budget=1.0)
+    report = plan.verify(steps=2, repeats=0)
+    assert not report.differences
+    assert report.measured_peak_bytes == plan.peak_bytes
