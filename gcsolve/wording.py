@@ -85,7 +85,7 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
             f"{subject} changes a tensor in place that a planned step cannot follow: one in a list, a dict or a "
             "global. Make it a buffer, an attribute of a module or an argument"
         )
-    if "UnbackedSymbol" in name:
+    if "UnbackedSymbol" in name or "expected to contain only concrete integers" in str(error):
         at = f" at {value_line}" if value_line else at
         return TraceError(
             f"{subject} makes a number or a shape of a tensor's values (item, tolist, nonzero, a boolean mask as "

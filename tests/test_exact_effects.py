@@ -267,6 +267,14 @@ HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, x: torch.linalg.lstsq(m.a(x), x).solution,
         r"as large as its values say at .*test_ex.*outside",
     ),
+    "size from values": (
+        lambda m, x: F.interpolate(m.a(x)[None, None], size=(int(x.argmax().item()),) * 2, mode="bilinear"),
+        r"number or a shape of a tensor's values .*at .*test_ex",
+    ),
+    "padding from values": (
+        lambda m, x: F.pad(m.a(x), (0, x.argmax().item())),
+        r"number or a shape of a tensor's values .*at .*test_ex",
+    ),
     "randint_like": (lambda m, x: torch.randint_like(m.a(x), 1, 5) * m.a(x), r"randint_like of .*x\.detach"),
     "host branch": (
         lambda m, x: m.a(x) if torch.rand(1).item() < 0.5 else x,
