@@ -267,20 +267,22 @@ HIDDEN: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, x: torch.linalg.lstsq(m.a(x), x).solution,
         r"as large as its values say at .*test_ex.*outside",
     ),
-    "size from values": (
-        lambda m, x: F.interpolate(m.a(x)[None, None], size=(int(x.argmax().item()),) * 2, mode="bilinear"),
-        r"number or a shape of a tensor's values .*at .*test_ex",
-    ),
-    "padding from values": (
-        lambda m, x: F.pad(m.a(x), (0, x.argmax().item())),
-        r"number or a shape of a tensor's values .*at .*test_ex",
-    ),
     "randint_like": (lambda m, x: torch.randint_like(m.a(x), 1, 5) * m.a(x), r"randint_like of .*x\.detach"),
     "host branch": (
         lambda m, x: m.a(x) if torch.rand(1).item() < 0.5 else x,
         r"branches on a tensor's value at .*test_ex",
     ),
 }
+
+
+@pytest.mark.filterwarnings("ignore:Raw SymInt")  # torch 2.14's, before it raises
+@pytest.mark.parametrize(
+    "resized", [lambda y, n: F.interpolate(y[None, None], size=(n, n), mode="bilinear"), lambda y, n: F.pad(y, (0, n))]
+)
+def test_a_size_that_values_tell_is_refused_in_words(resized: Callable[..., torch.Tensor]) -> None:
+    model = Of(lambda m, x: resized(m.a(x), x.argmax().item()), a=nn.Linear(8, 8))
+    with pytest.raises(TraceError, match=r"makes a number or a shape of a tensor's values .*at .*test_exact_effects"):
+        gcsolve.solve(model, torch.randn(4, 8), budget=1.0)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=since_213 if n == "vmap" else ()) for n in HIDDEN])
