@@ -325,6 +325,7 @@ def _described(
                 f"the traced step has an output of kind {type(what).__name__}, which gcsolve cannot serve exactly"
             )
     _lay_tangents_densely(gm.graph)
+    _draw_in_memory_order(gm.graph)
     return Joint(
         graph_module=gm,
         inputs=tuple(inputs),
@@ -385,6 +386,32 @@ def _lay_tangents_densely(graph: fx.Graph) -> None:
         if there < dense or (there > dense and unseen):
             with tangent.fake_mode, torch.no_grad():
                 node.meta["val"] = torch.empty_like(tangent)
+
+
+def _draw_in_memory_order(graph: fx.Graph) -> None:
+    """Eager's `bernoulli_` (in dropouts that work in place, and others) fills a channels-last tensor as it lies in memory; the
+    functional op that it is traced as would fill it row by row."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
+        filled = node.args[0]
+        like = filled.meta["val"]
+        order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+        if like.is_contiguous() or not like.permute(order).is_contiguous():
+            continue
+        tags = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+
+        def permuted(of: fx.Node, dims: list[int], tags: dict[str, Any] = tags) -> fx.Node:
+            made = graph.call_function(torch.ops.aten.permute.default, (of, dims))
+            with of.meta["val"].fake_mode, torch.no_grad():
+                made.meta = {**tags, "val": of.meta["val"].permute(dims)}
+            return made
+
+        with graph.inserting_before(node):
+            node.args = (permuted(filled, order), *node.args[1:])
+        with like.fake_mode, torch.no_grad():
+            node.meta["val"] = torch.empty(node.args[0].meta["val"].shape, dtype=like.dtype, device=like.device)
+        with graph.inserting_after(node):
+            back = permuted(node, [order.index(d) for d in range(like.dim())])
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
 
 
 def _output_plan(
