@@ -120,7 +120,9 @@ class Checkmate:
             if left <= 0.02:
                 break
             share = SLOW_SHARE if model.model.get_num_variables() > SLOW else 1.0
-            answer = run_model(model.model, model.S, time_limit_s=share * left, abs_gap=max(1e-9, gap / 2))
+            answer = run_model(
+                model.model, model.S, time_limit_s=share * left, abs_gap=max(1e-9, gap / 2), restart=True
+            )
             if not attempt:
                 bound = answer.bound if aim is None or not answer.infeasible else aim
                 bound = bound if aim is None else min(bound, aim)
