@@ -60,7 +60,7 @@ def _images(size: int = 64) -> Callable[[int], dict[str, Any]]:
     return lambda batch: {"pixel_values": _pixels(batch, size), "labels": torch.randint(0, CLASSES, (batch,))}
 
 
-_IMAGE_TOKEN = VOCABULARY - 1
+_IMAGE_TOKEN = 2  # never drawn: `_tokens` begins at 3
 
 # The same five sizes under the names that the configurations give them.
 _USUAL = {
