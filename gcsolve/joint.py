@@ -297,9 +297,8 @@ def _described(
             if made[at] is not None:
                 weight = descriptions.index(what.grad_of)
                 gradients.append((at, weight))
-                dtype = (
-                    casts.get(id(_attribute(module, str(inputs[weight][1])))) if inputs[weight][0] == "param" else None
-                )
+                kind, name = inputs[weight]
+                dtype = casts.get(id(args[name] if kind == "input" else _attribute(module, name)))
                 if dtype is not None and _is_cast_from(made[at], dtype):
                     cast_weights.append((weight, dtype))
             continue

@@ -110,9 +110,10 @@ def test_a_kernel_that_casts_inside_and_is_not_planned_is_refused() -> None:
         gcsolve.solve(model, x(8, 8), budget=1.0)
 
 
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("leaf", [True, False])
-def test_an_input_that_several_ops_cast(leaf: bool) -> None:
-    """Eager casts a leaf once and sums its gradients in bfloat16; what another op made is cast by each op."""
+def test_an_input_that_several_ops_cast(leaf: bool, calls: int) -> None:
+    """Eager casts a leaf once in a block and sums its gradients in bfloat16; what another op made is cast by each op."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(*(layer(x)[None] for layer in (m.a, m.b, m.c)))
@@ -123,8 +124,8 @@ def test_an_input_that_several_ops_cast(leaf: bool) -> None:
     def gradient(module: nn.Module) -> torch.Tensor:
         inputs = x(8, 16).requires_grad_()
         with _block():
-            output = module(inputs if leaf else inputs * 1)
-        output.float().square().sum().backward()
+            outputs = [module(inputs if leaf else inputs * (1 + k)) for k in range(calls)]
+        sum((k + 1) * o.float().square().sum() for k, o in enumerate(outputs)).backward()  # type: ignore[union-attr]
         assert inputs.grad is not None
         return inputs.grad
 
