@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gcsolve
 from benchmarks import models
-from gcsolve.measure import interleaved_samples
+from gcsolve.ops.peak_meter import interleaved_samples
 from gcsolve.report.tables import text_table
 
 RESULTS = Path(__file__).parent / "results"

@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gcsolve
 from benchmarks import models
-from gcsolve.costed import LIBRARY_BUFFERS, storage_bytes
-from gcsolve.measure import PeakMeter
+from gcsolve.lowering.costed import LIBRARY_BUFFERS, storage_bytes
+from gcsolve.ops.peak_meter import PeakMeter
 from gcsolve.report.tables import text_table
 
 RESULTS = Path(__file__).parent / "results"

@@ -30,8 +30,8 @@ import gcsolve
 from benchmarks import models
 from benchmarks.main_job import RESULTS, mb, say, table, where
 from gcsolve.problem import Problem
-from gcsolve.solvers.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN
-from gcsolve.solvers.minimum import minimum_peak
+from gcsolve.solver.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN
+from gcsolve.solver.minimum import minimum_peak
 
 SHARES = (0.7, 0.5, 0.3)
 DEVICE = "a100-80gb"

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gcsolve
 from benchmarks import models
-from gcsolve.measure import PeakMeter
+from gcsolve.ops.peak_meter import PeakMeter
 
 RESULTS = Path(__file__).parent / "results"
 FRACTIONS = (0.8, 0.6, 0.4)

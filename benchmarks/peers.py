@@ -53,7 +53,7 @@ from benchmarks import models
 from benchmarks.main_job import table, where
 from gcsolve._torch import functorch_config
 from gcsolve.cost.flops import op_info
-from gcsolve.measure import PeakMeter, interleaved_times
+from gcsolve.ops.peak_meter import PeakMeter, interleaved_times
 
 RESULTS = Path(__file__).parent / "results"
 COMPILE_BUDGETS = (0.7, 0.4, 0.0)

@@ -31,11 +31,11 @@ from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, Solver
-from gcsolve.solvers.front import solve_problem
-from gcsolve.solvers.minimum import minimum_peak
-from gcsolve.solvers.registry import solvers
-from gcsolve.solvers.retention import Retention
+from gcsolve.solver.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, Solver
+from gcsolve.solver.front import solve_problem
+from gcsolve.solver.minimum import minimum_peak
+from gcsolve.solver.registry import solvers
+from gcsolve.solver.retention import Retention
 
 Row = dict[str, Any]
 

@@ -24,16 +24,16 @@ from gcsolve.simulate import Replay, simulate
 
 if TYPE_CHECKING:
     from gcsolve.api import MinimumBudget, minimum_budget, solve
-    from gcsolve.comparison import Comparison, ComparisonRow, compare
     from gcsolve.cost.devices import DeviceSpec, devices, register_device
     from gcsolve.cost.flops import register_cost
-    from gcsolve.fitting import Fit, FitRow, fit
+    from gcsolve.evaluation.compare import Comparison, ComparisonRow, compare
+    from gcsolve.evaluation.fit import Fit, FitRow, fit
+    from gcsolve.evaluation.verify import VerifyReport
     from gcsolve.plan import Decision, Plan
-    from gcsolve.saved import load_plan
-    from gcsolve.solvers.base import Solution, Solver, Status
-    from gcsolve.solvers.front import solve_problem
-    from gcsolve.solvers.registry import solvers
-    from gcsolve.verify import VerifyReport
+    from gcsolve.serialization.read import load_plan
+    from gcsolve.solver.base import Solution, Solver, Status
+    from gcsolve.solver.front import solve_problem
+    from gcsolve.solver.registry import solvers
 
 __version__ = "0.1.0"
 
@@ -42,25 +42,25 @@ _LAZY = {
     "solve": "gcsolve.api",
     "minimum_budget": "gcsolve.api",
     "MinimumBudget": "gcsolve.api",
-    "Comparison": "gcsolve.comparison",
-    "ComparisonRow": "gcsolve.comparison",
-    "compare": "gcsolve.comparison",
+    "Comparison": "gcsolve.evaluation.compare",
+    "ComparisonRow": "gcsolve.evaluation.compare",
+    "compare": "gcsolve.evaluation.compare",
     "DeviceSpec": "gcsolve.cost.devices",
     "devices": "gcsolve.cost.devices",
     "register_device": "gcsolve.cost.devices",
     "register_cost": "gcsolve.cost.flops",
-    "fit": "gcsolve.fitting",
-    "Fit": "gcsolve.fitting",
-    "FitRow": "gcsolve.fitting",
+    "fit": "gcsolve.evaluation.fit",
+    "Fit": "gcsolve.evaluation.fit",
+    "FitRow": "gcsolve.evaluation.fit",
     "Decision": "gcsolve.plan",
     "Plan": "gcsolve.plan",
-    "VerifyReport": "gcsolve.verify",
-    "load_plan": "gcsolve.saved",
-    "Solution": "gcsolve.solvers.base",
-    "Solver": "gcsolve.solvers.base",
-    "Status": "gcsolve.solvers.base",
-    "solve_problem": "gcsolve.solvers.front",
-    "solvers": "gcsolve.solvers.registry",
+    "VerifyReport": "gcsolve.evaluation.verify",
+    "load_plan": "gcsolve.serialization.read",
+    "Solution": "gcsolve.solver.base",
+    "Solver": "gcsolve.solver.base",
+    "Status": "gcsolve.solver.base",
+    "solve_problem": "gcsolve.solver.front",
+    "solvers": "gcsolve.solver.registry",
 }
 
 __all__ = [

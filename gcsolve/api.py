@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from gcsolve.budget import budget_bytes, check_budget, size_text
-from gcsolve.checks import check_limits, flag
-from gcsolve.cost.alone import free_memory_bytes, is_here
+from gcsolve.capture.target_kernels import target_kernels
+from gcsolve.capture.trace import Trace, parse_example, trace
 from gcsolve.cost.base import CostModel, get_cost
 from gcsolve.cost.devices import DeviceSpec, get_device
-from gcsolve.costed import Costed, costed, storage_bytes
-from gcsolve.emit import emit
+from gcsolve.cost.optimizer_memory import named_optimizer
 from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
+from gcsolve.evaluation.verify import VerifyReport, verify
+from gcsolve.execution.emit import emit
+from gcsolve.execution.planned_module import Steps, is_planned, planned_module, settled_signature
+from gcsolve.execution.step import Step, tangent_likes
 from gcsolve.graph import Node
-from gcsolve.kernels import target_kernels
-from gcsolve.module import Steps, is_planned, planned_module, settled_signature
-from gcsolve.optimizer import named_optimizer
+from gcsolve.lowering.costed import Costed, costed, storage_bytes
+from gcsolve.ops.run import free_memory_bytes, is_here
 from gcsolve.plan import Asked, Plan
 from gcsolve.problem import Problem
-from gcsolve.progress import shown
-from gcsolve.runtime import Step, tangent_likes
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers.base import Solution, Solver, Status
-from gcsolve.solvers.front import solve_problem
-from gcsolve.solvers.minimum import minimum_any_budget, minimum_peak, peak_floor, some_plan
-from gcsolve.solvers.registry import get_solver
-from gcsolve.structure import flatten
-from gcsolve.trace import Trace, parse_example, trace
-from gcsolve.verify import VerifyReport, verify
+from gcsolve.solver.base import Solution, Solver, Status
+from gcsolve.solver.front import solve_problem
+from gcsolve.solver.minimum import minimum_any_budget, minimum_peak, peak_floor, some_plan
+from gcsolve.solver.registry import get_solver
+from gcsolve.util.checks import check_limits, flag
+from gcsolve.util.progress import shown
+from gcsolve.util.sizes import budget_bytes, check_budget, size_text
+from gcsolve.util.tree import flatten
 
 LOOK_S = 5.0
 """Seconds for a plan to name, once a budget is proven to be too small."""

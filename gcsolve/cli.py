@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import gcsolve
-from gcsolve.checks import whole
 from gcsolve.errors import ArgumentError, GcsolveError
-from gcsolve.factory import made_by, named_factory
+from gcsolve.util.checks import whole
+from gcsolve.util.factory import made_by, named_factory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,7 +182,7 @@ def _fit(arguments: argparse.Namespace) -> None:
 def _solvers(_: argparse.Namespace) -> None:
     import inspect
 
-    from gcsolve.solvers.registry import SOLVERS
+    from gcsolve.solver.registry import SOLVERS
 
     def first_words(thing: Any) -> str:
         return (thing.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
@@ -306,7 +306,7 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
 
 
 def _print_decisions(plan: Any) -> None:
-    from gcsolve.budget import size_text
+    from gcsolve.util.sizes import size_text
 
     rows = [
         [d.action, str(d.times), size_text(d.size_bytes), d.op, d.module, f"{d.dtype}{list(d.shape)}", d.source]

@@ -118,7 +118,7 @@ class Training:
 
     def step(self) -> list[Tensor]:
         """One step; its gradients."""
-        from gcsolve.measure import PeakMeter
+        from gcsolve.ops.peak_meter import PeakMeter
 
         torch.set_rng_state(self.generator_state)
         with PeakMeter() as meter:
@@ -148,8 +148,8 @@ def run(budget: str | float = 0.5, *, steps: int = 2, layers: int = 12) -> None:
     from rich.console import Console
 
     import gcsolve
-    from gcsolve.budget import check_budget, size_text
-    from gcsolve.checks import whole
+    from gcsolve.util.checks import whole
+    from gcsolve.util.sizes import check_budget, size_text
 
     check_budget(None, budget)
     steps = whole("steps", steps, least=1)

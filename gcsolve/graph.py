@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gcsolve.checks import whole
 from gcsolve.errors import InvalidGraph
+from gcsolve.util.checks import whole
 
 
 @dataclass(frozen=True, slots=True)

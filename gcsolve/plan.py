@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gcsolve.budget import size_text
-from gcsolve.costed import Costed
 from gcsolve.errors import CallError
-from gcsolve.from_fx import tensors_of
+from gcsolve.lowering.costed import Costed
+from gcsolve.lowering.lower import tensors_of
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.simulate import Replay, simulate
-from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Solver, Status
+from gcsolve.solver.base import ANY_SCHEDULE, Solution, Solver, Status
+from gcsolve.util.sizes import size_text
 
 if TYPE_CHECKING:
     from gcsolve.api import MinimumBudget
-    from gcsolve.verify import VerifyReport
+    from gcsolve.evaluation.verify import VerifyReport
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ class Plan:
         return tuple(found)
 
     def verify(self, steps: int = 3, **options: Any) -> VerifyReport:
-        """Run the plan and the untouched model side by side for `steps` optimizer steps; see `gcsolve.verify.verify`."""
+        """Run the plan and the untouched model side by side for `steps` optimizer steps; see
+        `gcsolve.evaluation.verify.verify`."""
         return self.session.verify(self, steps=steps, **options)
 
     def at(
@@ -224,7 +225,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for `gcsolve.load_plan(path, model)`."""
-        from gcsolve.saved import save_plan
+        from gcsolve.serialization.read import save_plan
 
         save_plan(self, path)
 

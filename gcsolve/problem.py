@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from gcsolve.checks import number, whole
 from gcsolve.errors import InvalidGraph
 from gcsolve.graph import Graph, Node, Value
+from gcsolve.util.checks import number, whole
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import pytest
 
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
-from gcsolve.solvers._beam import beam_order
-from gcsolve.solvers._bitsets import Weights, bits, members
-from gcsolve.solvers.base import Status
-from gcsolve.solvers.brute_force import BruteForce
-from gcsolve.solvers.minimum import peak_floor
+from gcsolve.solver.base import Status
+from gcsolve.solver.brute_force import BruteForce
+from gcsolve.solver.minimum import peak_floor
+from gcsolve.solver.search.beam import beam_order
+from gcsolve.solver.search.bitsets import Weights, bits, members
 from tests.oracles import slow_simulate
 from tests.test_methods import random_problem
 

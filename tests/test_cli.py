@@ -12,8 +12,8 @@ import pytest
 from gcsolve.cli import main
 from gcsolve.cost.devices import devices
 from gcsolve.errors import ArgumentError
-from gcsolve.factory import named_factory
-from gcsolve.solvers.registry import solvers
+from gcsolve.solver.registry import solvers
+from gcsolve.util.factory import named_factory
 
 MODELS = """
 import torch

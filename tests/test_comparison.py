@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gcsolve
-from gcsolve.solvers.uniform import Uniform
+from gcsolve.solver.uniform import Uniform
 from tests import models
 
 

@@ -23,7 +23,7 @@ from gcsolve.cost.devices import DeviceSpec, calibrated, devices, get_device, re
 from gcsolve.cost.flops import node_bytes_moved, node_flops, op_info
 from gcsolve.cost.workspace import library_bytes, workspace, workspace_bytes
 from gcsolve.errors import ArgumentError
-from gcsolve.measure import PeakMeter
+from gcsolve.ops.peak_meter import PeakMeter
 
 CPU = get_device("cpu")
 H100 = get_device("h100-sxm")
@@ -397,7 +397,7 @@ def likely_inputs() -> list[torch.Tensor]:
 
 def test_measured_peak_of_each_op_is_its_outputs_plus_workspace(monkeypatch):
     """Run the traced graph's ops one by one under the public meter, with other values than the room itself uses."""
-    monkeypatch.setattr("gcsolve.measure.gc.collect", lambda: 0)  # 0.3 s a time, and nothing here makes cycles
+    monkeypatch.setattr("gcsolve.ops.peak_meter.gc.collect", lambda: 0)  # 0.3 s a time, and nothing here makes cycles
     nodes = traced(step_ops, *likely_inputs())
     checked = 0
     for node in nodes:

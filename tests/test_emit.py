@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import gcsolve
-from gcsolve.emit import draw, replay, rng_state
-from gcsolve.measure import PeakMeter
+from gcsolve.execution.emit import draw, replay, rng_state
+from gcsolve.ops.peak_meter import PeakMeter
 from tests import models
 from tests.test_exact import KeepNothing
 from tests.training import assert_trains_the_same

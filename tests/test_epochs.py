@@ -15,15 +15,15 @@ from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers import _epochs
-from gcsolve.solvers._epoch_search import EpochSearch
-from gcsolve.solvers._epochs import EpochProgram, OutOfTime
-from gcsolve.solvers._mend import mended
-from gcsolve.solvers._orders import OrderReplay
-from gcsolve.solvers.base import ANY_SCHEDULE, Status
-from gcsolve.solvers.brute_force import BruteForce
-from gcsolve.solvers.minimum import minimum_any_budget
-from gcsolve.solvers.retention import Retention
+from gcsolve.solver.base import ANY_SCHEDULE, Status
+from gcsolve.solver.brute_force import BruteForce
+from gcsolve.solver.milp import epochs as _epochs
+from gcsolve.solver.milp.epoch_search import EpochSearch
+from gcsolve.solver.milp.epochs import EpochProgram, OutOfTime
+from gcsolve.solver.minimum import minimum_any_budget
+from gcsolve.solver.retention import Retention
+from gcsolve.solver.search.order_repair import mended
+from gcsolve.solver.search.order_replay import OrderReplay
 from tests.strategies import orders, problems
 from tests.test_methods import check, random_problem
 

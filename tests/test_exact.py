@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import gcsolve
 from gcsolve.errors import CallError
 from gcsolve.schedule import order_from_kept, schedule_from_order
-from gcsolve.solvers.base import judged
+from gcsolve.solver.base import judged
 from tests import models
 from tests.training import Of, assert_same, assert_trains_the_same, call, total, train
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import gcsolve
 from gcsolve.errors import CallError, TraceError
-from gcsolve.measure import PeakMeter
+from gcsolve.ops.peak_meter import PeakMeter
 from tests import models
 from tests.test_exact import KeepNothing
 from tests.training import Of, assert_same, assert_trains_the_same, total, train, x

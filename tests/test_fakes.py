@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gcsolve
+from gcsolve.capture.fake_mode import TrueFakes
 from gcsolve.errors import TraceError
-from gcsolve.fakes import TrueFakes
 from tests.training import Of, since_213
 
 # Ops for which torch's tracing has other kernels or other strides than eager; each gets a convolution's 2x4x24x24 output.

@@ -14,7 +14,7 @@ import gcsolve
 from gcsolve.cli import main
 from gcsolve.cost.devices import DeviceSpec
 from gcsolve.errors import ArgumentError
-from gcsolve.fitting import LOGITS
+from gcsolve.evaluation.fit import LOGITS
 
 
 class Head(nn.Module):
@@ -67,7 +67,7 @@ def test_a_budget_below_what_every_schedule_needs_is_answered_without_a_search(m
     def searched(*_: Any, **__: Any) -> None:
         raise AssertionError("a solver was asked")
 
-    monkeypatch.setattr("gcsolve.fitting.solve_problem", searched)
+    monkeypatch.setattr("gcsolve.evaluation.fit.solve_problem", searched)
     monkeypatch.setattr("gcsolve.api.solve_problem", searched)
     fit = gcsolve.fit(factory(100), [4], device="m1", budget="20kB", optimizer=optim.AdamW)
     (row,) = fit.rows

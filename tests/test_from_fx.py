@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gcsolve.from_fx import Lowered, clean, lower
-from gcsolve.trace import trace
+from gcsolve.capture.trace import trace
+from gcsolve.lowering.lower import Lowered, clean, lower
 from tests import models
 
 

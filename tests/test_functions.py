@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+from gcsolve.capture.trace import trace
 from gcsolve.errors import TraceError
-from gcsolve.trace import trace
 from tests.training import Of, assert_trains_the_same
 
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gcsolve
+from gcsolve.capture.target_kernels import TargetKernels
+from gcsolve.capture.trace import trace
 from gcsolve.cost.devices import DeviceSpec, get_device
 from gcsolve.errors import ArgumentError, CallError
-from gcsolve.kernels import TargetKernels
-from gcsolve.trace import trace
 from tests.models import MLP
 
 aten = torch.ops.aten

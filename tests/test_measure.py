@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gcsolve.errors import CallError
-from gcsolve.measure import PeakMeter, interleaved_times, peak_of_events
+from gcsolve.ops.peak_meter import PeakMeter, interleaved_times, peak_of_events
 
 KB = 1 << 10
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers._chain import chain_of, order_of
-from gcsolve.solvers._orders import OrderReplay
-from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Status
-from gcsolve.solvers.brute_force import BruteForce
-from gcsolve.solvers.checkmate import Checkmate
-from gcsolve.solvers.front import solve_problem
-from gcsolve.solvers.greedy import Greedy
-from gcsolve.solvers.knapsack import Knapsack, fill
-from gcsolve.solvers.moccasin import Moccasin
-from gcsolve.solvers.revolve import Revolve, forward_steps, revolve_steps, split
-from gcsolve.solvers.rotor import Rotor
+from gcsolve.solver.base import ANY_SCHEDULE, Solution, Status
+from gcsolve.solver.brute_force import BruteForce
+from gcsolve.solver.checkmate import Checkmate
+from gcsolve.solver.front import solve_problem
+from gcsolve.solver.greedy import Greedy
+from gcsolve.solver.knapsack import Knapsack, fill
+from gcsolve.solver.moccasin import Moccasin
+from gcsolve.solver.revolve import Revolve, forward_steps, revolve_steps, split
+from gcsolve.solver.rotor import Rotor
+from gcsolve.solver.search.chain import chain_of, order_of
+from gcsolve.solver.search.order_replay import OrderReplay
 from tests.graphs import Known, diamond, known, layered, training_chain, unit_chain
 from tests.oracles import best_cost
 from tests.strategies import orders, problems

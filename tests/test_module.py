@@ -6,8 +6,8 @@ import weakref
 import torch
 from torch import nn
 
-from gcsolve.module import Remembered, signature, walk
-from gcsolve.structure import flatten
+from gcsolve.execution.planned_module import Remembered, signature, walk
+from gcsolve.util.tree import flatten
 
 
 class Scaled(nn.Module):

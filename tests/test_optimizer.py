@@ -11,9 +11,9 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import gcsolve
+from gcsolve.cost.optimizer_memory import optimizer_memory
 from gcsolve.errors import ArgumentError
-from gcsolve.measure import PeakMeter
-from gcsolve.optimizer import optimizer_memory
+from gcsolve.ops.peak_meter import PeakMeter
 from tests.models import MLP
 
 SHAPES = ((500, 16), (2000, 16), (100, 16), (3000, 16), (3000, 16), (77,))

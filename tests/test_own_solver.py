@@ -12,7 +12,7 @@ import torch
 
 import gcsolve
 from gcsolve.schedule import Compute, Free, Schedule, schedule_from_order
-from gcsolve.solvers.base import ANY_SCHEDULE, Solution, Status, judged, unanswered
+from gcsolve.solver.base import ANY_SCHEDULE, Solution, Status, judged, unanswered
 from tests import models
 from tests.graphs import training_chain
 
@@ -96,7 +96,7 @@ def _raises(_: gcsolve.Problem) -> Any:
 
 
 BAD_ANSWERS: dict[str, tuple[Callable[[gcsolve.Problem], Any], str]] = {
-    "none": (lambda _: None, "answered with NoneType, not with a gcsolve.Solution; gcsolve.solvers.base.judged"),
+    "none": (lambda _: None, "answered with NoneType, not with a gcsolve.Solution; gcsolve.solver.base.judged"),
     "schedule": (lambda _: KEPT, "answered with Schedule, not with a gcsolve.Solution"),
     "raises": (_raises, r"raised IndexError at test_own_solver\.py:\d+: list index out of range"),
     "cut": (_with(lambda a: a[: len(a) // 2]), "cannot be run: .* never runs"),

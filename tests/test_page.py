@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import gcsolve
-from gcsolve.budget import size_text
 from gcsolve.demo import GPT
+from gcsolve.util.sizes import size_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

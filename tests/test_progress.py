@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 STEPS = """
-from gcsolve.progress import bar, shown
+from gcsolve.util.progress import bar, shown
 with bar(None, 2) as begin:
     begin("first")
     begin("second")

@@ -14,12 +14,12 @@ from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers._kept import NEVER, KeptReplay
-from gcsolve.solvers._program import Choices, Program
-from gcsolve.solvers._quiet import quiet
-from gcsolve.solvers.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status
-from gcsolve.solvers.minimum import minimum_peak, peak_floor
-from gcsolve.solvers.retention import Retention, _Bounds
+from gcsolve.solver.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status
+from gcsolve.solver.milp.highs import quiet
+from gcsolve.solver.milp.one_rerun import Choices, Program
+from gcsolve.solver.minimum import minimum_peak, peak_floor
+from gcsolve.solver.retention import Retention, _Bounds
+from gcsolve.solver.search.kept_replay import NEVER, KeptReplay
 from tests.graphs import known, layered, training_chain
 from tests.oracles import best_cost, best_kept_cost, droppable, least_kept_peak, play_kept
 from tests.strategies import problems

@@ -8,11 +8,11 @@ import pytest
 
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
-from gcsolve.solvers import retention
-from gcsolve.solvers._orders import OrderReplay, OrderRun
-from gcsolve.solvers._ruin import rebuilt
-from gcsolve.solvers.brute_force import BruteForce
-from gcsolve.solvers.greedy import greedy_order
+from gcsolve.solver import retention
+from gcsolve.solver.brute_force import BruteForce
+from gcsolve.solver.greedy import greedy_order
+from gcsolve.solver.search.order_replay import OrderReplay, OrderRun
+from gcsolve.solver.search.ruin_recreate import rebuilt
 from tests.oracles import slow_simulate
 from tests.test_methods import random_problem
 

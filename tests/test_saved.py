@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gcsolve
-from gcsolve.planfile import SCHEMA, wrong
+from gcsolve.serialization.schema import SCHEMA, wrong
 from tests import models
 from tests.training import assert_same, train
 
@@ -50,7 +50,7 @@ def test_the_plan_comes_back_without_being_solved(name: str, tmp_path: Path, mon
     plan.save(tmp_path / "plan.json")
 
     monkeypatch.setattr("gcsolve.api.solve_problem", None)
-    monkeypatch.setattr("gcsolve.costed.workspace", lambda node, device, measure: _unmeasured(measure))
+    monkeypatch.setattr("gcsolve.lowering.costed.workspace", lambda node, device, measure: _unmeasured(measure))
     again = gcsolve.load_plan(tmp_path / "plan.json", model)
     assert again.solution == plan.solution
     assert again.problem == plan.problem

@@ -12,18 +12,18 @@ import sys
 import pytest
 from hypothesis import given, settings
 
-import gcsolve.solvers
+import gcsolve.solver
 from gcsolve.errors import ArgumentError
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solvers import auto as auto_solver
-from gcsolve.solvers.base import Solution, Solver, Status
-from gcsolve.solvers.blocks import block_of, twins
-from gcsolve.solvers.chen import Chen, chen_kept
-from gcsolve.solvers.front import solve_problem
-from gcsolve.solvers.registry import SOLVERS, get_solver, solvers
-from gcsolve.solvers.uniform import Uniform, uniform_kept
+from gcsolve.solver import auto as auto_solver
+from gcsolve.solver.base import Solution, Solver, Status
+from gcsolve.solver.blocks import block_of, twins
+from gcsolve.solver.chen import Chen, chen_kept
+from gcsolve.solver.front import solve_problem
+from gcsolve.solver.registry import SOLVERS, get_solver, solvers
+from gcsolve.solver.uniform import Uniform, uniform_kept
 from tests.graphs import Known, known, layered, training_chain
 from tests.oracles import best_cost, best_kept_cost, slow_simulate
 from tests.strategies import problems
@@ -115,7 +115,7 @@ def test_every_solver_on_random_graphs(problem: Problem):
 
 def test_every_solver_file_is_registered():
     found = set()
-    for module in pkgutil.iter_modules(gcsolve.solvers.__path__, "gcsolve.solvers."):
+    for module in pkgutil.iter_modules(gcsolve.solver.__path__, "gcsolve.solver."):
         for thing in vars(importlib.import_module(module.name)).values():
             if isinstance(thing, type) and thing is not Solver and hasattr(thing, "solve") and hasattr(thing, "name"):
                 found.add(thing)
@@ -178,7 +178,7 @@ def test_twins_stand_at_the_same_place_of_their_blocks():
 
 def test_importing_the_registry_loads_no_back_end():
     code = (
-        "import sys, gcsolve.solvers.registry, gcsolve.solvers.minimum; "
+        "import sys, gcsolve.solver.registry, gcsolve.solver.minimum; "
         "print([m for m in ('ortools', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -186,7 +186,7 @@ def test_importing_the_registry_loads_no_back_end():
 
 
 PLAN = """
-from gcsolve.solvers.front import solve_problem
+from gcsolve.solver.front import solve_problem
 from tests.graphs import layered
 from tests.test_methods import random_problem
 problems = [layered(6, 2350), *(random_problem(seed) for seed in range(20))]

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import gcsolve
+from gcsolve.capture.trace import parse_example, trace
 from gcsolve.errors import ArgumentError, TraceError
-from gcsolve.structure import flatten, leaf_paths, skeleton, static_key, unflatten
-from gcsolve.trace import parse_example, trace
+from gcsolve.util.tree import flatten, leaf_paths, skeleton, static_key, unflatten
 from tests import models
 from tests.training import Of, assert_trains_the_same
 
@@ -54,7 +54,7 @@ def test_only_scalars_take_gradients_beside_a_loss() -> None:
 
 
 def test_every_op_of_the_forward_knows_its_module_and_the_users_line() -> None:
-    from gcsolve.from_fx import module_path, source_line
+    from gcsolve.lowering.lower import module_path, source_line
 
     traced = trace(models.MLP(2, 8), (_x(4, 8),), {})
     matmuls = [n for n in traced.joint.graph_module.graph.nodes if "addmm" in str(n.target)]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gcsolve
-from gcsolve.unchecked import UNCHECKED
+from gcsolve.capture.unchecked import UNCHECKED
 from tests.training import Of, assert_same, x
 
 WAYS = list(itertools.product((True, False), (True, False), (None, 300, 700), (False, True)))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gcsolve
-from gcsolve.structure import flatten
+from gcsolve.util.tree import flatten
 
 since_213 = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch before 2.13 traces this otherwise"

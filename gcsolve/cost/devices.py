@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gcsolve.checks import number, whole
 from gcsolve.errors import ArgumentError
+from gcsolve.util.checks import number, whole
 
 _CUDA_LAUNCH_S = 5e-6
 

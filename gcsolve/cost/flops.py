@@ -15,10 +15,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from gcsolve import _torch
-from gcsolve.checks import number
 from gcsolve.cost.base import OpInfo
-from gcsolve.draws import is_random
 from gcsolve.errors import ArgumentError
+from gcsolve.ops.facts import is_random
+from gcsolve.util.checks import number
 
 Shape = Sequence[int]
 

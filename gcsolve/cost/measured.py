@@ -33,7 +33,12 @@ import torch
 from torch import fx
 
 from gcsolve import _torch
-from gcsolve.cost.alone import (
+from gcsolve.cost.base import CostModel, OpInfo, Roofline
+from gcsolve.cost.devices import DeviceSpec
+from gcsolve.cost.flops import node_bytes_moved, registered, signature
+from gcsolve.cost.workspace import remember, workspace
+from gcsolve.errors import ArgumentError
+from gcsolve.ops.run import (
     fits,
     fresh_output_bytes,
     is_here,
@@ -44,12 +49,7 @@ from gcsolve.cost.alone import (
     well_conditioned,
     zeros,
 )
-from gcsolve.cost.base import CostModel, OpInfo, Roofline
-from gcsolve.cost.devices import DeviceSpec
-from gcsolve.cost.flops import node_bytes_moved, registered, signature
-from gcsolve.cost.workspace import remember, workspace
-from gcsolve.errors import ArgumentError
-from gcsolve.progress import bar
+from gcsolve.util.progress import bar
 
 SPREAD = 0.03  # the three fastest samples of an op lie within this share of the fastest
 MIN_SAMPLE_S = 3e-4  # short ops are run several times a sample

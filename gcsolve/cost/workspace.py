@@ -28,7 +28,11 @@ import torch
 from torch import fx
 
 from gcsolve import _torch
-from gcsolve.cost.alone import (
+from gcsolve.cost.base import Roofline
+from gcsolve.cost.devices import DeviceSpec
+from gcsolve.cost.flops import MATMULS, fake_arguments, op_info, signature
+from gcsolve.ops.peak_meter import peak_of_events
+from gcsolve.ops.run import (
     SIZED_BY_KERNELS,
     fits,
     fresh_output_bytes,
@@ -39,10 +43,6 @@ from gcsolve.cost.alone import (
     well_conditioned,
     zeros,
 )
-from gcsolve.cost.base import Roofline
-from gcsolve.cost.devices import DeviceSpec
-from gcsolve.cost.flops import MATMULS, fake_arguments, op_info, signature
-from gcsolve.measure import peak_of_events
 
 aten = torch.ops.aten
 

@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcsolve.budget import size_text
 from gcsolve.errors import ArgumentError, MissingBackend
 from gcsolve.report.colours import BLACK, BLUE, COLOURS, GREEN, ORANGE, PINK, SKY, YELLOW
 from gcsolve.report.timeline import CATEGORIES, Timeline, common_prefix, module_groups, shown_bytes, timeline
 from gcsolve.schedule import schedule_from_order
+from gcsolve.util.sizes import size_text
 
 if TYPE_CHECKING:
-    from gcsolve.comparison import Comparison
+    from gcsolve.evaluation.compare import Comparison
     from gcsolve.plan import Decision, Plan
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))

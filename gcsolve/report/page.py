@@ -9,11 +9,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcsolve.budget import size_text
 from gcsolve.report.colours import COLOURS
 from gcsolve.report.tables import html_table
 from gcsolve.report.timeline import CATEGORIES, Timeline, shown_bytes, timeline
 from gcsolve.schedule import schedule_from_order
+from gcsolve.util.sizes import size_text
 
 if TYPE_CHECKING:
     from gcsolve.plan import Plan

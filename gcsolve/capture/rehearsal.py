@@ -1,0 +1,152 @@
+"""A forward run under observation: the same torch functions every time, and nothing that a trace cannot follow."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributions
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from gcsolve._torch import transform, tree_map_only
+from gcsolve.capture.module_state import PLAIN, held_tensors, shown, token
+from gcsolve.capture.unchecked import UNCHECKED
+from gcsolve.errors import TraceError
+from gcsolve.util.source import running_line
+
+_UNTRACED = {  # torch function -> its name for users, and what to do instead
+    "ctc_loss": ("ctc_loss", "Return the log-probabilities, and take the loss of the planned module's output"),
+    "_pack_padded_sequence": ("a packed sequence", "Pad and mask instead"),
+}
+
+
+class Rehearsed(TorchFunctionMode):
+    """Records the calls of torch functions that a forward makes, and refuses a second run that makes others.
+
+    What changes from one run to the next without an argument or an attribute that changed depends on something that a
+    plan cannot see: a counter elsewhere, a generator of another library, the clock.
+
+    Args:
+        calls: those of the first run; None: this is the first.
+        model: what is run, to name what hangs on it.
+    """
+
+    def __init__(self, calls: list[Any] | None, model: nn.Module) -> None:
+        super().__init__()
+        self.expected, self.model = calls, model
+        self.calls: list[Any] = []
+        self.uses_autograd = False
+        self.default_dtype = torch.get_default_dtype()
+        self.sets_default_dtype = False
+        self.value_line = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        under = transform()
+        if under in ("Grad", "Jvp"):
+            raise TraceError(
+                f"forward uses a transform of torch.func (grad, jvp) at {running_line()}, which is not traced. Use "
+                "torch.autograd.grad, or plan the submodules beside it: model.part = gcsolve.solve(model.part, ...).module"
+            )
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch._functorch.predispatch":
+            return func(*args, **kwargs)  # torch's own steps around a vmap; the first one of a process makes one more
+        real: list[torch.Tensor] = []
+
+        def described(t: torch.Tensor) -> Any:
+            if not under and t.requires_grad and type(t) in (torch.Tensor, nn.Parameter):
+                real.append(t)
+            return (tuple(t.shape), t.dtype)
+
+        arguments = tree_map_only(FunctionType, _written, (args, kwargs))
+        made = (func, token(arguments, described, set()))
+        self.sets_default_dtype |= torch.get_default_dtype() != self.default_dtype
+        self.uses_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+        if getattr(func, "__name__", "") in _UNTRACED:
+            what, instead = _UNTRACED[func.__name__]
+            raise TraceError(
+                f"forward uses {what} at {running_line()}, which is not traced: shapes follow from the values of the lengths. "
+                f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
+            )
+        if getattr(func, "__name__", "") == "linalg_polar" and torch.is_autocast_enabled("cpu"):
+            raise TraceError(
+                f"forward uses torch.linalg.polar at {running_line()} under autocast, which casts inside its kernel, where a "
+                "trace does not see it. Call it under torch.autocast(..., enabled=False)"
+            )
+        result = UNCHECKED.get(func, func)(*args, **kwargs)
+        if not self.value_line and _follows_from_values(result):
+            self.value_line = running_line()
+        if isinstance(result, PLAIN) and result is not None:
+            return result  # a question (a shape, a dtype); what its answer decides will show
+        if real and isinstance(result, torch.Tensor) and result.requires_grad:
+            name = held_tensors(self.model).get(id(real[0]), ("a tensor from outside the model", None))[0]
+            raise TraceError(
+                f"forward uses {name} ({shown(real[0])}) at {running_line()}: neither a parameter of the model nor an "
+                "argument, so a planned step could not give it its gradient. Register it (nn.ParameterList, nn.ModuleList), "
+                "or pass it as an argument"
+            )
+        at = len(self.calls)
+        self.calls.append(made)
+        if self.expected is not None and (at >= len(self.expected) or self.expected[at] != made):
+            name = resolve_name(func) or getattr(func, "__name__", str(func))
+            raise TraceError(
+                f"forward, run twice on the same input, does not do the same: at {running_line()}, {name} is called "
+                "with other values the second time, or is another function. A counter, a cache or a random generator outside "
+                "torch decides; make it an argument of the model or a buffer (a cache that the first call fills: call the "
+                "model once before planning)"
+            )
+        return result
+
+
+def _written(function: FunctionType) -> Any:
+    """What tells a function from another: where it is written and what it holds on to. Forward may make it anew in each run
+    (a lambda that is a distance)."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return (id(function.__code__), function.__defaults__, function.__kwdefaults__, cells)
+
+
+def _follows_from_values(result: Any) -> bool:
+    """Whether a result is, or has in its shape, a number that only the values of tensors tell."""
+    found = result.shape if isinstance(result, torch.Tensor) else (result,)
+    return any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in found)
+
+
+@contextlib.contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """In this block, torch.distributions do not look at the values of their arguments, which a trace does not have."""
+    kind: Any = torch.distributions.Distribution
+    checks = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(checks)
+
+
+@contextlib.contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """In this block, of this thread, `torch.inference_mode` is `torch.no_grad`: a trace knows the one, and loses the other."""
+    here, kind = threading.get_ident(), torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+    entered: list[Any] = []
+
+    def enter_no_grad(self: Any) -> None:
+        if threading.get_ident() != here:
+            return enter(self)
+        entered.append(torch.set_grad_enabled(not self.mode))
+        return None
+
+    def leave_no_grad(self: Any, *error: Any) -> None:
+        if threading.get_ident() != here:
+            return leave(self, *error)
+        return entered.pop().__exit__(*error)
+
+    kind.__enter__, kind.__exit__ = enter_no_grad, leave_no_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]
