@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import gcsolve
-from gcsolve.cost import alone as alone_room
 from gcsolve.cost import devices as device_room
 from gcsolve.cost import workspace as workspace_room
 from gcsolve.cost.base import BYTES_PER_FLOP, Flops, OpInfo, Roofline, get_cost
@@ -23,6 +22,7 @@ from gcsolve.cost.devices import DeviceSpec, calibrated, devices, get_device, re
 from gcsolve.cost.flops import node_bytes_moved, node_flops, op_info
 from gcsolve.cost.workspace import library_bytes, workspace, workspace_bytes
 from gcsolve.errors import ArgumentError
+from gcsolve.ops import run as alone_room
 from gcsolve.ops.peak_meter import PeakMeter
 
 CPU = get_device("cpu")

@@ -13,11 +13,12 @@ import torch
 from torch.nn import functional as F
 
 import gcsolve
-from gcsolve.cost import alone, flops, measured
+from gcsolve.cost import flops, measured
 from gcsolve.cost.base import get_cost
 from gcsolve.cost.devices import get_device
 from gcsolve.cost.measured import OpCache, OpRun, cache_directory, op_seconds
 from gcsolve.errors import ArgumentError
+from gcsolve.ops import run as alone
 from tests.models import MLP
 from tests.test_cost import CPU, the, traced
 

@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from gcsolve.errors import TraceError
-from gcsolve.util.source import running_line
+from gcsolve.util.source import PACKAGE, running_line
 
 _HOSTS: tuple[tuple[str, Any], ...] = (("random", random), ("numpy.random", numpy.random))
 
@@ -122,10 +122,10 @@ def _called_by_gcsolve() -> bool:
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, contextlib.__file__)):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_OWN)
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 
 
-_OWN, _TORCH = (str(Path(str(file)).parent) for file in (__file__, torch.__file__))
+_TORCH = str(Path(str(torch.__file__)).parent)
 
 _SEEDING: list[Place] = [
     (module, name, getattr(module, name), "")

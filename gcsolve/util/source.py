@@ -36,7 +36,7 @@ def running_line() -> str:
 
 
 _TORCH = str(Path(str(torch.__file__)).parent)
-_OWN = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 _STDLIB = str(Path(str(random.__file__)).parent)
 
 
@@ -51,7 +51,7 @@ def shown_path(filename: str) -> str:
 
 def is_user_file(filename: str) -> bool:
     """Whether a source line there is the user's (or a model zoo's), not torch's, gcsolve's or Python's."""
-    if filename.startswith((_TORCH, _OWN, "<")):
+    if filename.startswith((_TORCH, PACKAGE, "<")):
         return False
     return not filename.startswith(_STDLIB) or "site-packages" in filename
 
