@@ -28,8 +28,8 @@ just before the backward (or another rerun) first needs it, and then held to its
 overflow, worst first and spread out; repeat. Every row is a relaxation of the true memory, so each round's dual bound
 is a true lower bound for the class (certificate `ONE_RERUN`). `milp/any_bound.py` adds the bound that no schedule beats.
 
-**Incumbents.** A kept set that overflows is repaired by exact replays (`search/kept_repair.py`); so the search can stop at the
-asked gap long before its own optimum fits.
+**Incumbents.** A kept set that overflows is repaired by exact replays (`search/kept_repair.py`); so the search can stop
+at the asked gap long before its own optimum fits.
 
 **More epochs.** Where one rerun a value does not fit, the graph has no backward, or the bound for any schedule still
 leaves more than the gap, `milp/epoch_search.py` goes on with any number of reruns, also inside the forward. Where the greedy

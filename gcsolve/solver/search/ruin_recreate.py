@@ -1,8 +1,8 @@
 """Plans made cheaper by ruin and repair: take back a part of the reruns around some place, and make the order fit anew.
 
-Values are then held where they were made again; what is thereby over budget is let go of elsewhere (`search/order_repair.py`), and what
-is no longer needed is taken back (`thinned`). The cheapest order so far is kept and ruined next. Places, widths and parts
-are drawn at random, from a seed of its own: the same rounds give the same plan.
+Values are then held where they were made again; what is thereby over budget is let go of elsewhere
+(`search/order_repair.py`), and what is no longer needed is taken back (`thinned`). The cheapest order so far is kept and
+ruined next. Places, widths and parts are drawn at random, from a seed of its own: the same rounds give the same plan.
 (Schrimpf et al., "Record breaking optimization results using the ruin and recreate principle", 2000.)
 """
 
