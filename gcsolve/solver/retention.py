@@ -32,8 +32,9 @@ is a true lower bound for the class (certificate `ONE_RERUN`). `milp/any_bound.p
 at the asked gap long before its own optimum fits.
 
 **More epochs.** Where one rerun a value does not fit, the graph has no backward, or the bound for any schedule still
-leaves more than the gap, `milp/epoch_search.py` goes on with any number of reruns, also inside the forward. Where the greedy
-has no plan for it to begin with, `search/beam.py` looks for one; `search/ruin_recreate.py` makes plans cheaper before the MILP and after it.
+leaves more than the gap, `milp/epoch_search.py` goes on with any number of reruns, also inside the forward. Where the
+greedy has no plan for it to begin with, `search/beam.py` looks for one; `search/ruin_recreate.py` makes plans cheaper
+before the MILP and after it.
 
 After Jain et al., "Checkmate" (MLSys 2020) and Bartan et al., "Moccasin" (ICML 2023); differs in that memory is held
 in rows of a few moments, not of all n².
