@@ -199,7 +199,7 @@ def whole_forward(plan: Any) -> float:
 
 def cheapest(plan: Any, overhead: float, above: int) -> int:
     """The least peak among solved plans that cost no more than `overhead`, by bisection."""
-    low, high = plan.minimum_budget(time_limit_s=10).any_bytes, above
+    low, high = plan.minimum_budget(time_limit_s=10).bytes, above
     for _ in range(6):
         middle = (low + high) // 2
         try:

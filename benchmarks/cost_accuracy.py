@@ -128,7 +128,7 @@ def budgets(base: gcsolve.Plan) -> Iterator[tuple[str, gcsolve.Plan]]:
             yield f"{fraction:.0%}", base.at(budget=fraction, time_limit_s=SOLVE_S, progress=False)
         except gcsolve.InfeasibleBudget:
             least = base.minimum_budget(time_limit_s=SOLVE_S)
-            yield "least+2%", base.at(budget=f"{int(1.02 * least.any_bytes)}B", time_limit_s=SOLVE_S, progress=False)
+            yield "least+2%", base.at(budget=f"{int(1.02 * least.bytes)}B", time_limit_s=SOLVE_S, progress=False)
             return
 
 

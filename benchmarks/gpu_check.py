@@ -34,6 +34,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gcsolve
+from gcsolve.plan import Plan
 from benchmarks import models
 from gcsolve.lowering.costed import LIBRARY_BUFFERS, storage_bytes
 from gcsolve.ops.peak_meter import PeakMeter
@@ -165,7 +166,7 @@ def run_model(name: str, case: Case, machine: Machine, repeats: int) -> dict[str
             refused[f"{fraction:.0%}"] = str(error)
     for rival in RIVALS:
         solution = gcsolve.solve_problem(base.problem.with_budget(1), rival)
-        plans[rival] = base.session.planned(solution, solution.peak_bytes, base.asked)
+        plans[rival] = Plan.of(base.session, solution, solution.peak_bytes, base.solver_options)
 
     eager = [case.gradients(case.model) for _ in range(EAGER_RUNS)]
     noise = max(apart(a, b) for a, b in itertools.combinations(eager, 2))

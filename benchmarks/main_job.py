@@ -70,15 +70,15 @@ def run_model(name: str, case: models.Case, repeats: int) -> dict[str, Any]:
     say(f"{name}: {store_all_text(found['store_all'])}")
     started = time.perf_counter()
     least = store_all.minimum_budget()
-    found["least"] = {"bytes": least.bytes, "op": least.op, "module": least.module, "source": least.source}
+    found["least"] = {"bytes": least.one_rerun_bytes, "op": least.op, "module": least.module, "source": least.source}
     found["least"]["seconds"] = time.perf_counter() - started
     budgets = [(f"{f:.0%}", int(f * store_all.peak_bytes)) for f in FRACTIONS]
-    budgets.append(("least+2%", int(1.02 * least.bytes)))
+    budgets.append(("least+2%", int(1.02 * least.one_rerun_bytes)))
     found["rows"] = []
     for label, size in budgets:
         found["rows"].append(run_budget(label, size, store_all))
         say(f"{name}: {row_text(found['rows'][-1])}")
-    found["sweep"] = list(sweep(store_all, example, least.bytes))
+    found["sweep"] = list(sweep(store_all, example, least.one_rerun_bytes))
     say(f"{name}: sweep, measured MB: {' '.join(mb(swept['measured_bytes']) for swept in found['sweep'])}")
     return found
 
@@ -131,7 +131,7 @@ def others(plan: Any) -> dict[str, float | None]:
     for name in gcsolve.solvers():
         if name == "auto":
             continue
-        limit_s = plan.asked.time_limit_s if name == "retention" else took_s
+        limit_s = plan.solver_options.time_limit_s if name == "retention" else took_s
         solution = gcsolve.solve_problem(plan.problem, name, time_limit_s=limit_s)
         fits = solution.schedule is not None and solution.peak_bytes <= plan.budget_bytes
         found[name] = solution.overhead if fits else None
@@ -200,7 +200,7 @@ def run_seven_b(case: models.Case, budget_gb: float, device: str) -> dict[str, A
         except gcsolve.InfeasibleBudget as error:
             answer = {"status": "INFEASIBLE", "text": str(error)}
             least = gcsolve.minimum_budget(model, example, **keywords)
-            answer["least_bytes"] = least.bytes
+            answer["least_bytes"] = least.one_rerun_bytes
             answer["least_op"] = f"{least.op} in {least.module} at {least.source}"
         answer["seconds"] = time.perf_counter() - began
         found["optimizers"][optimizer.__name__] = answer

@@ -319,7 +319,7 @@ def run_subject(name: str, subject: Subject, repeats: int) -> Row:
 
 def frontier(traced: gcsolve.Plan) -> Iterator[Row]:
     """Plans at falling budgets, predicted: for the figure's curve."""
-    top, least = traced.baseline_peak_bytes, traced.minimum_budget(time_limit_s=20).bytes
+    top, least = traced.baseline_peak_bytes, traced.minimum_budget(time_limit_s=20).one_rerun_bytes
     for k in range(FRONTIER):
         budget = top - (top - least) * k // (FRONTIER - 1)
         with contextlib.suppress(gcsolve.InfeasibleBudget):

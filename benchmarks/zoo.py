@@ -65,7 +65,7 @@ def chosen_budget(store_all: gcsolve.Plan, time_limit_s: float) -> int:
     """Half of the store-all peak; where that cannot be met, the least budget + 5 %, or half way from the least to the
     store-all peak if that is lower (weights that dwarf the activations leave less room than 5 %)."""
     peak = store_all.baseline_peak_bytes
-    least = store_all.session.minimum(time_limit_s).bytes
+    least = store_all.minimum_budget(time_limit_s).one_rerun_bytes
     return max(peak // 2, min(least + least // 20, (least + peak) // 2))
 
 

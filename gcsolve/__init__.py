@@ -23,14 +23,14 @@ from gcsolve.schedule import Compute, Free, Schedule
 from gcsolve.simulate import Replay, simulate
 
 if TYPE_CHECKING:
-    from gcsolve.api import MinimumBudget, minimum_budget, solve
+    from gcsolve.api import load_plan, minimum_budget, solve
     from gcsolve.cost.devices import DeviceSpec, devices, register_device
     from gcsolve.cost.flops import register_cost
     from gcsolve.evaluation.compare import Comparison, ComparisonRow, compare
     from gcsolve.evaluation.fit import Fit, FitRow, fit
     from gcsolve.evaluation.verify import VerifyReport
-    from gcsolve.plan import Decision, Plan
-    from gcsolve.serialization.read import load_plan
+    from gcsolve.plan import Plan
+    from gcsolve.plan_record import Decision, MinimumBudget
     from gcsolve.solver.base import Solution, Solver, Status
     from gcsolve.solver.front import solve_problem
     from gcsolve.solver.registry import solvers
@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "solve": "gcsolve.api",
     "minimum_budget": "gcsolve.api",
-    "MinimumBudget": "gcsolve.api",
+    "MinimumBudget": "gcsolve.plan_record",
     "Comparison": "gcsolve.evaluation.compare",
     "ComparisonRow": "gcsolve.evaluation.compare",
     "compare": "gcsolve.evaluation.compare",
@@ -52,10 +52,10 @@ _LAZY = {
     "fit": "gcsolve.evaluation.fit",
     "Fit": "gcsolve.evaluation.fit",
     "FitRow": "gcsolve.evaluation.fit",
-    "Decision": "gcsolve.plan",
+    "Decision": "gcsolve.plan_record",
     "Plan": "gcsolve.plan",
     "VerifyReport": "gcsolve.evaluation.verify",
-    "load_plan": "gcsolve.serialization.read",
+    "load_plan": "gcsolve.api",
     "Solution": "gcsolve.solver.base",
     "Solver": "gcsolve.solver.base",
     "Status": "gcsolve.solver.base",

@@ -101,7 +101,6 @@ def _target(parser: argparse.ArgumentParser) -> None:
         metavar="module:factory",
         help="a function without arguments that returns (model, example_input) or (model, example_input, loss)",
     )
-    parser.add_argument("--scope", default="step", help="step (default), or activations: forward and backward only")
     _planning(parser, time_limit_s=60.0)
 
 
@@ -109,7 +108,19 @@ def _planning(parser: argparse.ArgumentParser, time_limit_s: float) -> None:
     parser.add_argument("--device", help="where it will run; see `gcsolve devices` (default: where the model is)")
     parser.add_argument("--cost", default="auto", help="flops, roofline or measured (default: roofline)")
     parser.add_argument("--optimizer", help="a class in torch.optim (AdamW), or bytes per parameter; its state counts")
-    parser.add_argument("--accumulate", action="store_true", help="count gradients of earlier steps, kept in .grad")
+    parser.add_argument("--scope", default="step", help="step (default), or activations: forward and backward only")
+    parser.add_argument(
+        "--gradient-accumulation",
+        "--accumulate",
+        action="store_true",
+        help="count gradients of earlier steps, in .grad",
+    )
+    parser.add_argument(
+        "--backward-from", default="scalars", help="outputs that backward starts from: scalars (default), or all"
+    )
+    parser.add_argument(
+        "--autocast-backward", action="store_true", help="backward will be called inside the autocast block"
+    )
     parser.add_argument(
         "--time-limit",
         type=float,
@@ -174,7 +185,7 @@ def _fit(arguments: argparse.Namespace) -> None:
         seq=arguments.seq,
         budget_gb=arguments.budget_gb,
         budget=arguments.budget,
-        **_planned_for(arguments),
+        **_settings(arguments),
     )
     print(found.summary())
 
@@ -266,15 +277,14 @@ def _batches(text: str) -> Sequence[int]:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {**_planned_for(arguments), "scope": arguments.scope}
-
-
-def _planned_for(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": arguments.device,
         "cost": arguments.cost,
         "optimizer": _optimizer(arguments.optimizer),
-        "accumulate": arguments.accumulate,
+        "scope": arguments.scope,
+        "gradient_accumulation": arguments.gradient_accumulation,
+        "backward_from": arguments.backward_from,
+        "autocast_backward": arguments.autocast_backward,
         "time_limit_s": arguments.time_limit,
     }
 

@@ -48,14 +48,15 @@ class InfeasibleBudget(GcsolveError):
 
     Attributes: `budget_bytes` asked for; `least_bytes`, the least budget for which a plan was found (None: none was looked
     for); `floor_bytes`, what every schedule is proven to need. `op`, `module`, `source`: the op that sets the floor where
-    the budget is below it, else `least_bytes`; its module path and the user's source line.
+    the budget is below it, else `least_bytes`; its module path and the user's source line. All of them have defaults, for an
+    exception is unpickled from its message alone and then given the rest.
     """
 
     def __init__(
         self,
         message: str,
         *,
-        budget_bytes: int,
+        budget_bytes: int = 0,
         least_bytes: int | None = None,
         floor_bytes: int = 0,
         op: str = "",

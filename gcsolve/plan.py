@@ -1,197 +1,98 @@
-"""`Plan`: what `gcsolve.solve` answers, with its own words for it."""
+"""`Plan`: what `gcsolve.solve` answers: a `PlanRecord` with what can be done with it."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from gcsolve.errors import CallError
-from gcsolve.lowering.costed import Costed
-from gcsolve.lowering.lower import tensors_of
-from gcsolve.problem import Problem
-from gcsolve.schedule import Schedule
-from gcsolve.simulate import Replay, simulate
-from gcsolve.solver.base import ANY_SCHEDULE, Solution, Solver, Status
-from gcsolve.util.sizes import size_text
-
-if TYPE_CHECKING:
-    from gcsolve.api import MinimumBudget
-    from gcsolve.evaluation.verify import VerifyReport
+from gcsolve.evaluation.verify import VerifyReport, verify
+from gcsolve.plan_record import MinimumBudget, PlanRecord, SolverOptions
+from gcsolve.serialization.write import write_plan
+from gcsolve.session import Session, check_request
+from gcsolve.solver.base import Solution, Solver
+from gcsolve.util.checks import check_limits
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What the plan does with one forward value that backward reads.
-
-    `action`: "keep" or "recompute"; `times`: how often its op is rerun; `read_by`: the first backward op that reads it.
-    """
-
-    module: str
-    op: str
-    source: str
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
-    action: str
-    times: int
-    read_by: str
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the solver was told: its name or itself, seconds, and the gap at which it may stop."""
-
-    solver: str | Solver
-    time_limit_s: float
-    gap: float
-
-
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(PlanRecord):
     """A schedule for one training step of a model, and the module that runs it.
 
     Attributes:
         module: trains inside the budget with the original's results; shares its parameters, buffers and attributes.
-        budget_bytes: what was asked for, in the scope's terms.
+        model_name: class of the planned model.
+        budget_bytes: the budget, in the scope's terms.
         baseline_peak_bytes: predicted peak when nothing is recomputed.
         solution: the solver's answer, bound and gap included.
+        solver_options: what the solver was given.
         trace_s: seconds spent on trace and costs; `solution.solve_s` those of the solver.
     """
 
-    module: nn.Module
-    budget_bytes: int
-    baseline_peak_bytes: int
-    solution: Solution
-    asked: Asked
-    costed: Costed
-    scope: str
-    device: str
-    cost: str
-    trace_s: float
-    session: Any
+    session: Session
 
-    @property
-    def problem(self) -> Problem:
-        return self.costed.problem.with_budget(self.budget_bytes)
+    @classmethod
+    def of(cls, session: Session, solution: Solution, allowed_bytes: int, options: SolverOptions) -> Plan:
+        """The plan that carries out `solution`."""
+        record = session.record(solution, allowed_bytes, options)
+        data = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        return cls(**data, session=session)
 
-    @property
-    def schedule(self) -> Schedule:
-        assert self.solution.schedule is not None
-        return self.solution.schedule
+    @classmethod
+    def solved(
+        cls, session: Session, allowed_bytes: int, options: SolverOptions, progress: bool | None = False
+    ) -> Plan:
+        """Solve the session's step for a budget, and carry the answer out.
 
-    @cached_property
-    def replay(self) -> Replay:
-        """The simulator's account of the schedule, action by action."""
-        return simulate(self.problem, self.schedule)
-
-    @property
-    def status(self) -> Status:
-        return self.solution.status
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of the whole step (of forward and backward alone when scope="activations")."""
-        return self.replay.peak_bytes
-
-    @property
-    def overhead(self) -> float:
-        """Recompute cost / store-all step cost, in the plan's cost model."""
-        return self.replay.overhead
-
-    @cached_property
-    def overhead_flops(self) -> float:
-        """Recompute FLOPs / store-all step FLOPs, of the ops that have a formula."""
-        return self.costed.overhead_flops(self.schedule)
-
-    @property
-    def lower_bound(self) -> float:
-        """No schedule of the class `certificate` has a smaller overhead."""
-        return self.solution.lower_bound
-
-    @property
-    def certificate(self) -> str:
-        return self.solution.certificate
-
-    @property
-    def any_bound(self) -> float:
-        """No schedule at all in this op order has a smaller overhead."""
-        return self.solution.any_bound
-
-    @property
-    def gap(self) -> float:
-        """(plan step time - bound step time) / plan step time."""
-        return self.solution.gap
-
-    @property
-    def breakdown(self) -> dict[str, int]:
-        """Bytes by kind at the peak; they sum to `peak_bytes`."""
-        return dict(self.replay.breakdown)
-
-    @property
-    def peak_at(self) -> str:
-        """The op that runs at the peak: name, op, module path, source line."""
-        action: Any = self.schedule.actions[self.replay.peak_action]
-        return self.problem.graph.nodes[action.node].where()
-
-    @cached_property
-    def decisions(self) -> tuple[Decision, ...]:
-        """One entry a forward value that backward reads, in forward order."""
-        graph = self.problem.graph
-        runs = self.schedule.runs(graph)
-        bases = {v: n for n, v in self.costed.lowered.value_of.items() if n not in self.costed.lowered.views}
-        found: list[Decision] = []
-        for v, value in enumerate(graph.values):
-            readers = [r for r in graph.readers[v] if graph.is_backward(r) and graph.nodes[r].op != "step_end"]
-            if graph.is_backward(value.producer) or not readers or v not in bases:
-                continue
-            node = graph.nodes[value.producer]
-            made = tensors_of(bases[v])
-            times = runs[value.producer] - 1
-            found.append(
-                Decision(
-                    node.module,
-                    node.op,
-                    node.source,
-                    tuple(made[0].shape) if made else (),
-                    str(made[0].dtype).removeprefix("torch.") if made else "",
-                    value.size_bytes,
-                    "recompute" if times and not value.pinned else "keep",
-                    times,
-                    graph.nodes[readers[0]].name,
-                )
-            )
-        return tuple(found)
+        Raises:
+            InfeasibleBudget: the solver does not meet the budget.
+        """
+        return cls.of(session, session.solution(allowed_bytes, options, progress), allowed_bytes, options)
 
     def verify(self, steps: int = 3, **options: Any) -> VerifyReport:
-        """Run the plan and the untouched model side by side for `steps` optimizer steps; see
-        `gcsolve.evaluation.verify.verify`."""
-        return self.session.verify(self, steps=steps, **options)
+        """Run the plan and the untouched model side by side for `steps` optimizer steps and compare everything bitwise.
+
+        Args:
+            steps: optimizer steps (≥ 1); the optimizer is the plan's, else plain SGD.
+            options: `repeats`, timed forward-backward runs of each model, interleaved (default 3; 0: no timing).
+
+        Raises:
+            ArgumentError: the weights are not real, or model and inputs are not on the plan's kind of device.
+        """
+        return verify(self, self.session, steps=steps, **options)
 
     def at(
         self,
         budget_gb: float | None = None,
         *,
         budget: str | float | None = None,
-        solver: Any = "auto",
-        time_limit_s: float = 60.0,
-        gap: float = 0.005,
+        solver: str | Solver | None = None,
+        time_limit_s: float | None = None,
+        gap: float | None = None,
         progress: bool | None = None,
     ) -> Plan:
         """The same model and input planned for another budget or by another solver, without tracing again.
 
-        Arguments and errors are those of `gcsolve.solve`.
+        Args:
+            budget_gb, budget: as for `gcsolve.solve`; neither: this plan's budget.
+            solver, time_limit_s, gap: those that are not given are this plan's.
+            progress: as for `gcsolve.solve`.
+
+        Raises:
+            InfeasibleBudget, ArgumentError: as `gcsolve.solve`.
         """
-        return self.session.plan_at(
-            budget_gb, budget=budget, solver=solver, time_limit_s=time_limit_s, gap=gap, progress=progress
-        )
+        given = {"solver": solver, "time_limit_s": time_limit_s, "gap": gap}
+        options = replace(self.solver_options, **{name: value for name, value in given.items() if value is not None})
+        check_request(budget_gb, budget, options)
+        unchanged = budget_gb is None and budget is None
+        allowed_bytes = self.budget_bytes if unchanged else self.session.budget_bytes(budget_gb, budget)
+        return Plan.solved(self.session, allowed_bytes, options, progress)
 
     def minimum_budget(self, time_limit_s: float = 60.0) -> MinimumBudget:
         """`gcsolve.minimum_budget` for this model and input, without tracing again."""
+        check_limits(time_limit_s)
         return self.session.minimum(time_limit_s)
 
     def plot_memory(self, ax: Any = None) -> Any:
@@ -201,7 +102,7 @@ class Plan:
         return figures.memory(self, ax)
 
     def plot_schedule(self, ax: Any = None) -> Any:
-        """When the forward values of each module are held, and when made again; returns matplotlib's Axes."""
+        """When the forward values of each module are alive, and when computed again; returns matplotlib's Axes."""
         from gcsolve.report import figures
 
         return figures.schedule(self, ax)
@@ -224,53 +125,12 @@ class Plan:
         return notebook_html(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, for `gcsolve.load_plan(path, model)`."""
-        from gcsolve.serialization.read import save_plan
+        """Write the plan to a JSON file, for `gcsolve.load_plan(path, model)`.
 
-        save_plan(self, path)
-
-    @property
-    def _optimizer_note(self) -> list[str]:
-        """A line when no recomputation can lower the peak, because it sits in the optimizer."""
-        action: Any = self.schedule.actions[self.replay.peak_action]
-        last = self.problem.graph.nodes[-1]
-        if action.node != len(self.problem.graph.nodes) - 1 or not last.workspace_bytes:
-            return []
-        return [
-            f"the peak is inside optimizer.step(), whose temporaries take {size_text(last.workspace_bytes)}: recomputation "
-            "cannot lower it; a fused optimizer (fused=True) takes none"
-        ]
-
-    def summary(self) -> str:
-        """The plan in a few lines of text."""
-        kept = [d for d in self.decisions if d.action == "keep"]
-        rerun = [d for d in self.decisions if d.action == "recompute"]
-        parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.breakdown.items() if size)
-        unit = {"s": "time", "flops": "FLOPs"}.get(self.problem.cost_unit, "cost")
-        lines = [
-            f"{self.solution.solver}: {self.status.name.lower()}, "
-            f"peak {size_text(self.peak_bytes)} of budget {size_text(self.budget_bytes)} "
-            f"(store-all {size_text(self.baseline_peak_bytes)}, {self.peak_bytes / self.baseline_peak_bytes:.0%})",
-            f"overhead {self.overhead:.2%} of {unit} ({self.overhead_flops:.2%} of FLOPs), {self.cost} costs for {self.device}",
-            f"bound {self.lower_bound:.2%} for {self.certificate}"
-            + ("" if self.certificate == ANY_SCHEDULE else f"; {self.any_bound:.2%} for any schedule")
-            + f"; gap {self.gap:.2%}",
-            f"at the peak ({parts}) runs {self.peak_at}",
-            *self._optimizer_note,
-            f"backward reads {len(self.decisions)} forward values: {len(kept)} kept "
-            f"({size_text(sum(d.size_bytes for d in kept))}), {len(rerun)} recomputed "
-            f"({size_text(sum(d.size_bytes for d in rerun))})",
-        ]
-        if self.costed.estimated_workspace:
-            lines.append(f"workspace estimated, not measured: {_op_names(self.costed.estimated_workspace)}")
-        if self.costed.estimated_cost:
-            lines.append(f"cost estimated (roofline), not measured: {_op_names(self.costed.estimated_cost)}")
-        if self.costed.costed_by_bytes:
-            ops, problem = set(self.costed.costed_by_bytes), self.problem
-            share = sum(c for c, n in zip(problem.cost, problem.graph.nodes, strict=True) if n.op in ops)
-            told = f"no FLOP formula; {share / (problem.total_cost or 1.0):.0%} of the step's {unit}"
-            lines.append(f"costed by bytes ({told}): {_op_names(self.costed.costed_by_bytes)}")
-        return "\n".join(lines)
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_plan(self, self.session, path)
 
     def __reduce__(self) -> Any:
         raise CallError(
@@ -284,11 +144,3 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """The same plan for a copy of the model."""
         return replace(self, module=copy.deepcopy(self.module, memo))
-
-    def __repr__(self) -> str:
-        return f"<Plan {self.summary().splitlines()[0]}>"
-
-
-def _op_names(ops: tuple[str, ...]) -> str:
-    """As torch.ops.aten has them: "aten.gelu.default" -> "gelu"."""
-    return ", ".join(op.removeprefix("aten.").removesuffix(".default") for op in ops)

@@ -71,7 +71,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "time limit": ({"budget": 0.5, "time_limit_s": -1}, "time_limit_s=-1"),
     "gap": ({"budget": 0.5, "gap": math.nan}, "gap=nan"),
     "progress": ({"budget": 0.5, "progress": "yes"}, "progress='yes'"),
-    "grad outputs": ({"budget": 0.5, "grad_outputs": "some"}, "grad_outputs='some'"),
+    "backward from": ({"budget": 0.5, "backward_from": "some"}, "backward_from='some'"),
 }
 
 
@@ -216,16 +216,16 @@ def test_an_infeasible_budget_names_the_least_that_can_be_met_and_what_sets_it()
     torch.manual_seed(0)
     model, x = models.MLP(6, 64), _x(256, 64)
     least = gcsolve.minimum_budget(model, x)
-    plan = gcsolve.solve(model, x, budget=f"{least.bytes}B")
-    assert plan.peak_bytes <= least.bytes
-    assert least.floor_bytes <= min(least.lower_bytes, least.any_bytes)
-    assert max(least.lower_bytes, least.any_bytes) <= least.bytes
-    assert gcsolve.solve(model, x, budget=f"{least.any_bytes}B").peak_bytes <= least.any_bytes
+    plan = gcsolve.solve(model, x, budget=f"{least.one_rerun_bytes}B")
+    assert plan.peak_bytes <= least.one_rerun_bytes
+    assert least.floor_bytes <= min(least.one_rerun_floor_bytes, least.bytes)
+    assert max(least.one_rerun_floor_bytes, least.bytes) <= least.one_rerun_bytes
+    assert gcsolve.solve(model, x, budget=f"{least.bytes}B").peak_bytes <= least.bytes
     with pytest.raises(InfeasibleBudget) as caught:
         gcsolve.solve(model, x, budget=f"{least.floor_bytes - 1}B")
     error = caught.value
     assert error.least_bytes is not None
-    assert error.least_bytes <= least.bytes * 1.01
+    assert error.least_bytes <= least.one_rerun_bytes * 1.01
     assert "models.py" in error.source
     assert error.op
     assert str(error.budget_bytes)[:3] in str(error).replace(".", "")
@@ -247,12 +247,12 @@ def test_what_a_refusal_and_minimum_budget_name_is_planned(name: str) -> None:
     error, least = caught.value, plan.minimum_budget(time_limit_s=3)
     assert error.least_bytes is not None
     assert least.floor_bytes >= error.floor_bytes > 1
-    assert least.any_bytes <= least.bytes
+    assert least.bytes <= least.one_rerun_bytes
     assert f"({error.floor_bytes} bytes) is needed (proven), to run {error.op}" in str(error)
     assert f"a plan was found is {error.least_bytes / 1e3:.2f} kB ({error.least_bytes} bytes)" in str(error)
-    for enough in {error.least_bytes, least.any_bytes}:
+    for enough in {error.least_bytes, least.bytes}:
         assert plan.at(budget=f"{enough}B").peak_bytes <= enough
-    assert min(error.least_bytes, least.any_bytes) == error.floor_bytes  # here the floor is the least
+    assert min(error.least_bytes, least.bytes) == error.floor_bytes  # here the floor is the least
     with pytest.raises(InfeasibleBudget):
         plan.at(budget=f"{error.floor_bytes - 1}B")
 
@@ -340,7 +340,7 @@ def test_the_same_budget_again_without_tracing_again() -> None:
 def test_peaks_and_overheads_follow_falling_budgets() -> None:
     torch.manual_seed(0)
     first = gcsolve.solve(models.MLP(8, 64), _x(256, 64), budget=1.0)
-    least = first.minimum_budget().bytes
+    least = first.minimum_budget().one_rerun_bytes
     budgets = [first.baseline_peak_bytes - k * (first.baseline_peak_bytes - least) // 7 for k in range(8)]
     plans = [first.at(budget=f"{b}B") for b in budgets]
     peaks, overheads = [p.peak_bytes for p in plans], [p.overhead for p in plans]

@@ -10,6 +10,10 @@ import pytest
 import torch
 
 import gcsolve
+import gcsolve.session
+from gcsolve.evaluation import compare as compare_room
+from gcsolve.plan_record import PlanRecord
+from gcsolve.session import Session
 from gcsolve.solver.uniform import Uniform
 from tests import models
 
@@ -43,8 +47,8 @@ def test_rows_are_what_solve_answers() -> None:
 
 def test_one_trace_serves_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[int] = []
-    real = gcsolve.api.trace  # type: ignore[attr-defined]
-    monkeypatch.setattr("gcsolve.api.trace", lambda *given: (traced.append(1), real(*given))[1])
+    real = gcsolve.session.trace  # type: ignore[attr-defined]
+    monkeypatch.setattr("gcsolve.session.trace", lambda *given: (traced.append(1), real(*given))[1])
     gcsolve.compare(*_case(), budgets=[0.9, 0.8, 0.7], solvers=("uniform", "chen"))
     assert len(traced) == 1
 
@@ -130,14 +134,14 @@ def test_a_solver_that_fails_is_a_row_with_its_error(answer: Any) -> None:
 
 
 def test_a_plan_that_fails_while_measured_keeps_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = gcsolve.Plan.verify
+    real = compare_room.verify
 
-    def verify(plan: gcsolve.Plan, **options: Any) -> Any:
+    def verify(plan: PlanRecord, session: Session, **options: Any) -> Any:
         if plan.solution.solver == "uniform":
             raise MemoryError("40 GB")
-        return real(plan, **options)
+        return real(plan, session, **options)
 
-    monkeypatch.setattr(gcsolve.Plan, "verify", verify)
+    monkeypatch.setattr(compare_room, "verify", verify)
     found = gcsolve.compare(*_case(), budgets=[0.9], solvers=("uniform", "auto"), measure=True, repeats=0)
     failed, row = found.rows
     assert (failed.fits, failed.exact, failed.measured_peak_bytes) == (True, None, None)

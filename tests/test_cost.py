@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import gcsolve
 from gcsolve.cost import devices as device_room
 from gcsolve.cost import workspace as workspace_room
-from gcsolve.cost.base import BYTES_PER_FLOP, Flops, OpInfo, Roofline, get_cost
+from gcsolve.cost.base import BYTES_PER_FLOP, Flops, OpInfo, Roofline
 from gcsolve.cost.devices import DeviceSpec, calibrated, devices, get_device, register_device
 from gcsolve.cost.flops import node_bytes_moved, node_flops, op_info
+from gcsolve.cost.registry import UserCost, get_cost
 from gcsolve.cost.workspace import library_bytes, workspace, workspace_bytes
 from gcsolve.errors import ArgumentError
 from gcsolve.ops import run as alone_room
@@ -178,7 +179,7 @@ def test_get_cost_by_name_and_by_object():
             return 1.0
 
     mine = Mine()
-    assert get_cost(mine, H100) is mine
+    assert get_cost(mine, H100) == UserCost(mine)
     with pytest.raises(ArgumentError, match=r"'speed'.*auto, flops, roofline, measured"):
         get_cost("speed", H100)
     with pytest.raises(ArgumentError, match="neither a name nor"):
@@ -405,7 +406,7 @@ def test_measured_peak_of_each_op_is_its_outputs_plus_workspace(monkeypatch):
         assert found.measured, f"{node.target} was not measured"
         if "getitem" in str(node.target) or node.target is aten.linalg_cholesky_ex.default:
             continue
-        args, kwargs = alone_room.made_up(node, CPU, alone_room.well_conditioned)
+        args, kwargs = alone_room.made_up(node, CPU.kind, alone_room.well_conditioned)
         with torch.no_grad(), PeakMeter() as meter:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         outputs = sum(alone_room.fresh_output_bytes(node).values())
@@ -438,7 +439,7 @@ class LaidOutAnew(torch.nn.Module):
         return self.conv(y.contiguous(memory_format=torch.channels_last)).square().mean()
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": True}, {"scope": "activations"}])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation": True}, {"scope": "activations"}])
 def test_gradients_that_autograd_copies_keep_the_budget(options):
     plan = gcsolve.solve(LaidOutAnew(), torch.randn(1, 650), budget=1.0, **options)
     report = plan.verify(steps=1, repeats=0)
@@ -547,7 +548,7 @@ def test_other_matmuls_are_run(monkeypatch):
 
 def test_too_large_is_estimated(monkeypatch):
     monkeypatch.setattr(workspace_room, "_measured", {})
-    monkeypatch.setattr(alone_room, "free_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(workspace_room, "free_memory_bytes", lambda device: 1000)
     (node,) = traced(lambda x, w: F.conv2d(x, w), torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3))
     found = workspace(node, CPU, measure=True)
     assert not found.measured

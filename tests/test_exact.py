@@ -99,8 +99,8 @@ def test_values_rerun_more_than_once() -> None:
     model, x = models.MLP(12, 64), _x(512, 64)
     first = gcsolve.solve(model, x, budget=1.0)
     least = first.minimum_budget()
-    assert least.any_bytes < least.bytes
-    plan = first.at(budget=f"{least.any_bytes}B")
+    assert least.bytes < least.one_rerun_bytes
+    plan = first.at(budget=f"{least.bytes}B")
     assert max(plan.schedule.runs(plan.problem.graph)) > 2
     expected = train(copy.deepcopy(model), x)
     assert_same(expected, train(plan.module, x))
@@ -380,7 +380,7 @@ def test_gradient_at_an_unplanned_output_is_refused_and_planned_for_on_request()
         (loss + logits.sum()).backward()
     model.zero_grad()
     plain = copy.deepcopy(model)
-    for m in (plain, gcsolve.solve(model, example, budget=1.0, grad_outputs="all").module):
+    for m in (plain, gcsolve.solve(model, example, budget=1.0, backward_from="all").module):
         loss, logits = m(*example)
         (loss + logits.sum()).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

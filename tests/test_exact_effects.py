@@ -113,7 +113,7 @@ def test_the_solver_prices_the_mask_against_the_generator_state() -> None:
     )
     values = first.problem.graph.values
     assert (values[mask].size_bytes, values[state].size_bytes) == (512 * 64, 79 * 64)
-    plan = first.at(budget=f"{first.minimum_budget().bytes}B")
+    plan = first.at(budget=f"{first.minimum_budget().one_rerun_bytes}B")
     runs = plan.schedule.runs(plan.problem.graph)
     dropouts = [i for i, node in enumerate(plan.problem.graph.nodes) if node.op == "aten.native_dropout.default"]
     assert any(runs[i] > 1 for i in dropouts)
@@ -490,9 +490,9 @@ def test_a_gradient_at_a_stored_tensor_that_is_no_scalar_has_to_be_asked_for() -
 
     plan = gcsolve.solve(Of(step, **_two(), hidden=None), x(4, 8), budget="1MB")
     plan.module(x(4, 8))
-    with pytest.raises(gcsolve.CallError, match=r"attribute\['hidden'\].*grad_outputs='all'"):
+    with pytest.raises(gcsolve.CallError, match=r"attribute\['hidden'\].*backward_from='all'"):
         plan.module.hidden.sum().backward()
-    plan = gcsolve.solve(Of(step, **_two(), hidden=None), x(4, 8), budget="1MB", grad_outputs="all")
+    plan = gcsolve.solve(Of(step, **_two(), hidden=None), x(4, 8), budget="1MB", backward_from="all")
     plan.module(x(4, 8))
     plan.module.hidden.sum().backward()
     assert plan.module.a.weight.grad.any()
@@ -759,7 +759,7 @@ def test_a_cache_object_as_argument() -> None:
             "labels": tokens,
         },
         budget="10MB",
-        grad_outputs="all",
+        backward_from="all",
     )
     expected = run(model, transformers.DynamicCache(config=config))
     found = run(plan.module, transformers.DynamicCache(config=config))

@@ -68,7 +68,7 @@ def test_a_budget_below_what_every_schedule_needs_is_answered_without_a_search(m
         raise AssertionError("a solver was asked")
 
     monkeypatch.setattr("gcsolve.evaluation.fit.solve_problem", searched)
-    monkeypatch.setattr("gcsolve.api.solve_problem", searched)
+    monkeypatch.setattr("gcsolve.session.solve_problem", searched)
     fit = gcsolve.fit(factory(100), [4], device="m1", budget="20kB", optimizer=optim.AdamW)
     (row,) = fit.rows
     assert row.hopeless

@@ -214,7 +214,7 @@ def test_preference_training_of_a_tied_language_model() -> None:
         (other - nn.functional.logsigmoid(chosen - rejected)).backward()
 
     example = {"input_ids": tokens[2], "labels": tokens[2]}
-    least = gcsolve.minimum_budget(model, example).bytes
+    least = gcsolve.minimum_budget(model, example).one_rerun_bytes
     plan = gcsolve.solve(copy.deepcopy(model), example, budget=f"{int(1.02 * least)}B")
     assert_same(_gradients(model, run), _gradients(plan.module, run))
 

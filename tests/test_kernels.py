@@ -141,7 +141,7 @@ def test_the_device_less_its_reserve_is_the_default_budget():
 
 
 def test_here_it_is_what_is_free_and_what_the_model_has_already(monkeypatch):
-    monkeypatch.setattr("gcsolve.api.free_memory_bytes", lambda spec: 9 * 10**9)
+    monkeypatch.setattr("gcsolve.session.free_memory_bytes", lambda spec: 9 * 10**9)
     monkeypatch.setattr("gcsolve.cost.devices.DeviceSpec.reserve_bytes", 10**9)
     weights = sum(p.nbytes for p in MLP().parameters())
     assert gcsolve.solve(MLP(), torch.randn(8, 32), solver="store_all").budget_bytes == 8 * 10**9 + weights

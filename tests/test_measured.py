@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 import gcsolve
 from gcsolve.cost import flops, measured
-from gcsolve.cost.base import get_cost
 from gcsolve.cost.devices import get_device
 from gcsolve.cost.measured import OpCache, OpRun, cache_directory, op_seconds
+from gcsolve.cost.registry import get_cost
 from gcsolve.errors import ArgumentError
+from gcsolve.ops import facts
 from gcsolve.ops import run as alone
 from tests.models import MLP
 from tests.test_cost import CPU, the, traced
@@ -150,7 +151,7 @@ def test_operands_and_results_take_turns():
     def use(run: Any) -> list[torch.Tensor]:
         return [run() for _ in range(6)]
 
-    results = alone.run_alone(node, CPU, (alone.lively,), use, copies=3)
+    results = alone.run_alone(node, CPU.kind, (alone.lively,), use, copies=3)
     assert len(set(seen[:3])) == 3
     assert seen[:3] == seen[3:]
     assert len({t.data_ptr() for t in results[:3]}) == 3
@@ -194,9 +195,9 @@ def test_indices_are_spread_over_all_that_they_may_name():
         if not bounds:
             continue
         seen.add(node.target.overloadpacket)  # type: ignore[union-attr]
-        args, kwargs = alone.made_up(node, CPU, alone.lively)
+        args, kwargs = alone.made_up(node, CPU.kind, alone.lively)
         node.target(*args, **kwargs)  # type: ignore[operator]
-        fakes, reals = (alone.leaves(t) for t in (flops.fake_arguments(node), (args, kwargs)))
+        fakes, reals = (alone.leaves(t) for t in (facts.fake_arguments(node), (args, kwargs)))
         for fake, real in zip(fakes, reals, strict=True):
             if isinstance(fake, torch.Tensor) and id(fake) in bounds:
                 assert 0 <= int(real.min()) <= int(real.max()) < bounds[id(fake)]

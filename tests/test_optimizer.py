@@ -178,7 +178,7 @@ def test_the_whole_steps_peak_is_the_measured_one_and_the_breakdown_sums_to_it(
     model = Wide()
     optimizer = make if make is None or isinstance(make, type) else make(model.parameters())
     plan = gcsolve.solve(
-        model, torch.randn(rows, 64), budget=1.0, solver="store_all", optimizer=optimizer, accumulate=accumulate
+        model, torch.randn(rows, 64), budget=1.0, solver="store_all", optimizer=optimizer, gradient_accumulation=accumulate
     )
     assert sum(plan.breakdown.values()) == plan.peak_bytes
     weights = sum(p.numel() * 4 for p in model.parameters())
@@ -197,5 +197,5 @@ def test_a_budget_below_the_optimizers_step_says_so() -> None:
 
 
 def test_accumulate_must_be_a_bool() -> None:
-    with pytest.raises(ArgumentError, match="accumulate=4"):
-        gcsolve.solve(MLP(), torch.randn(8, 32), budget=1.0, accumulate=4)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="gradient_accumulation=4"):
+        gcsolve.solve(MLP(), torch.randn(8, 32), budget=1.0, gradient_accumulation=4)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def test_outputs_are_the_untouched_models(name: str) -> None:
     model = Of(OUTPUTS[name], a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     inputs = x(4, 8).requires_grad_()
     expected = _left(copy.deepcopy(model), inputs)
-    plan = gcsolve.solve(model, inputs, budget=1.0, grad_outputs="all")
+    plan = gcsolve.solve(model, inputs, budget=1.0, backward_from="all")
     assert_same(expected, _left(plan.module, inputs))
     assert inputs.requires_grad
     assert all(p.requires_grad for p in model.parameters())

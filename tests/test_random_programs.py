@@ -135,8 +135,8 @@ def test_random_program(seed: int) -> None:
     expected = _trained(copy.deepcopy(model), calls, autocast)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         if least:
-            budget = f"{gcsolve.minimum_budget(model, example, grad_outputs='all').bytes}B"
-            plan = gcsolve.solve(model, example, budget=budget, grad_outputs="all")
+            budget = f"{gcsolve.minimum_budget(model, example, backward_from='all').one_rerun_bytes}B"
+            plan = gcsolve.solve(model, example, budget=budget, backward_from="all")
         else:
-            plan = gcsolve.solve(model, example, budget="4MB", grad_outputs="all", solver=KeepNothing())
+            plan = gcsolve.solve(model, example, budget="4MB", backward_from="all", solver=KeepNothing())
     assert_same(expected, _trained(plan.module, calls, autocast))

@@ -39,8 +39,8 @@ def test_peak_kept_and_results_equal(name: str) -> None:
     model, example, loss = CASES[name]()
     store_all = gcsolve.solve(model, example, budget=1.0, loss=loss)
     least = store_all.minimum_budget(time_limit_s=20)
-    middle = (store_all.baseline_peak_bytes + least.bytes) // 2
-    for budget in (store_all.baseline_peak_bytes, middle, int(least.bytes * 1.02)):
+    middle = (store_all.baseline_peak_bytes + least.one_rerun_bytes) // 2
+    for budget in (store_all.baseline_peak_bytes, middle, int(least.one_rerun_bytes * 1.02)):
         plan = store_all.at(budget=f"{budget}B")
         report = plan.verify(steps=3, repeats=0)
         assert report.differences == ()

@@ -49,7 +49,7 @@ def test_the_plan_comes_back_without_being_solved(name: str, tmp_path: Path, mon
     plan = gcsolve.solve(model, example, **{"budget": 0.95, **options})
     plan.save(tmp_path / "plan.json")
 
-    monkeypatch.setattr("gcsolve.api.solve_problem", None)
+    monkeypatch.setattr("gcsolve.session.solve_problem", None)
     monkeypatch.setattr("gcsolve.lowering.costed.workspace", lambda node, device, measure: _unmeasured(measure))
     again = gcsolve.load_plan(tmp_path / "plan.json", model)
     assert again.solution == plan.solution

@@ -83,7 +83,7 @@ def test_models_that_use_them(name: str, budget: str) -> None:
     torch.manual_seed(0)
     model = Of(forward, a=a, b=b)
     if budget == "least":
-        budget = f"{gcsolve.minimum_budget(model, inputs).bytes}B"
+        budget = f"{gcsolve.minimum_budget(model, inputs).one_rerun_bytes}B"
     plan = gcsolve.solve(copy.deepcopy(model), inputs, budget=budget)
     report = plan.verify(steps=3, repeats=0)
     assert report.differences == ()

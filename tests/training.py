@@ -100,7 +100,7 @@ def assert_built_trains_the_same(
     expected = train(build(), example, loss)
     given = example() if callable(example) else example
     first = gcsolve.solve(build(), given, budget=1.0, **options)
-    tight = first.minimum_budget().bytes
+    tight = first.minimum_budget().one_rerun_bytes
     for budget in (first.baseline_peak_bytes, (first.baseline_peak_bytes + tight) // 2, tight):
         given = example() if callable(example) else example
         assert_same(
@@ -114,7 +114,7 @@ def assert_trains_the_same(
     """At the loosest, a middle and the tightest budget: the planned copy trains bitwise like the untouched one."""
     expected = train(copy.deepcopy(model), example, loss)
     first = gcsolve.solve(model, example() if callable(example) else example, budget=1.0, **options)
-    tight = first.minimum_budget().bytes
+    tight = first.minimum_budget().one_rerun_bytes
     plans = [
         first.at(budget=f"{b}B") for b in (first.baseline_peak_bytes, (first.baseline_peak_bytes + tight) // 2, tight)
     ]

@@ -34,7 +34,9 @@ from gcsolve._torch import (
 )
 from gcsolve.cost.base import Roofline
 from gcsolve.cost.devices import DeviceSpec, get_device
-from gcsolve.cost.flops import op_info, signature
+from gcsolve.cost.flops import op_info
+from gcsolve.cost.local import free_memory_bytes
+from gcsolve.ops.facts import signature
 from gcsolve.ops.run import SIZED_BY_KERNELS, fits, may_run, run_alone, well_conditioned, zeros
 
 MAX_SECONDS = 0.5  # an op estimated slower than this is not run
@@ -248,12 +250,17 @@ def _kernels_result(
 
 def _run(node: fx.Node, device: DeviceSpec | None, use: Callable[[Callable[[], Any]], Any]) -> Any:
     assert isinstance(node.target, OpOverload)
-    if device is None or node.target._schema.is_mutable or not may_run(node) or not fits(node, device):
+    if (
+        device is None
+        or node.target._schema.is_mutable
+        or not may_run(node)
+        or not fits(node, free_memory_bytes(device))
+    ):
         return None
     known = node.meta["val"] is not None  # else no rule has said what comes out, so nor can a cost be told
     if known and Roofline(device).cost(op_info(node)) > MAX_SECONDS:
         return None
-    return run_alone(node, device, (zeros, well_conditioned), use)
+    return run_alone(node, device.kind, (zeros, well_conditioned), use)
 
 
 def _device(args: Any, kwargs: Any) -> DeviceSpec | None:

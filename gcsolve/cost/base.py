@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from gcsolve.cost.devices import DeviceSpec
-from gcsolve.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch import fx
 
 # An elementwise float32 op does about one FLOP for the 8 to 12 bytes it moves; 4 leans to the side of counting it.
 BYTES_PER_FLOP = 4
@@ -40,18 +43,44 @@ class OpInfo:
     signature: str = field(default="", compare=False)
 
 
+class Basis(enum.Enum):
+    """What the cost of one op rests on; the value says it to a person."""
+
+    MODEL = "the model's own rule"
+    BYTES = "bytes moved: the op has no FLOP formula"
+    FALLBACK = "the roofline: the op could not be measured"
+
+
 @runtime_checkable
 class CostModel(Protocol):
-    """`cost(op)`: a finite number ≥ 0 in `unit`, the same for the same op."""
+    """What one run of an op costs: `cost(op)`, a finite number ≥ 0 in `unit`, the same for the same op.
+
+    An object of the user's needs `name`, `unit` and `cost`; subclassing gives it the other two methods.
+    """
 
     name: ClassVar[str]
     unit: ClassVar[str]
 
     def cost(self, op: OpInfo) -> float: ...
 
+    def prepare(self, nodes: Sequence[fx.Node], progress: bool | None = False) -> CostModel:
+        """The model, ready for the ops of one graph. A model that measures does it here.
+
+        Args:
+            nodes: the graph's fx nodes, with fake tensors in `meta["val"]`.
+            progress: show a bar; None: only on a terminal.
+        """
+        del nodes, progress
+        return self
+
+    def basis(self, op: OpInfo) -> Basis:
+        """What `cost(op)` rests on."""
+        without_formula = not op.has_formula and (op.seconds is None or self.unit == "flops")
+        return Basis.BYTES if without_formula else Basis.MODEL
+
 
 @dataclass(frozen=True)
-class Flops:
+class Flops(CostModel):
     """Count arithmetic alone, as the literature's overhead figures do."""
 
     name: ClassVar[str] = "flops"
@@ -62,7 +91,7 @@ class Flops:
 
 
 @dataclass(frozen=True)
-class Roofline:
+class Roofline(CostModel):
     """Seconds on `device` if every op ran at the device's own limits."""
 
     device: DeviceSpec
@@ -77,37 +106,3 @@ class Roofline:
         compute_s = op.flops / self.device.peak_for(op.dtype)
         memory_s = op.bytes_moved / self.device.bandwidth_bytes_per_s
         return max(compute_s, memory_s) + self.device.launch_s + op.draws * self.device.draw_s
-
-
-def _measured(device: DeviceSpec) -> CostModel:
-    from gcsolve.cost.measured import Measured
-
-    return Measured.on(device)
-
-
-_MODELS: dict[str, Callable[[DeviceSpec], CostModel]] = {
-    "flops": lambda _device: Flops(),
-    "roofline": Roofline,
-    "measured": _measured,
-}
-
-
-def costs() -> tuple[str, ...]:
-    """Names that `cost=` accepts."""
-    return ("auto", *_MODELS)
-
-
-def get_cost(cost: str | CostModel, device: DeviceSpec) -> CostModel:
-    """The cost model of that name for `device` ("auto": roofline), or the model itself.
-
-    Raises:
-        ArgumentError: no model has that name (the text lists the known), or "measured" for a device that is not here.
-    """
-    if isinstance(cost, str):
-        name = "roofline" if cost == "auto" else cost
-        if name in _MODELS:
-            return _MODELS[name](device)
-        raise ArgumentError(f"cost={cost!r} is not known; known cost models: {', '.join(costs())}")
-    if isinstance(cost, CostModel):
-        return cost
-    raise ArgumentError(f"cost={cost!r} is neither a name nor an object with cost(op); names: {', '.join(costs())}")

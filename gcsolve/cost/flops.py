@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from gcsolve import _torch
 from gcsolve.cost.base import OpInfo
 from gcsolve.errors import ArgumentError
-from gcsolve.ops.facts import is_random
+from gcsolve.ops.facts import fake_arguments, is_random, named_arguments, signature
 from gcsolve.util.checks import number
 
 Shape = Sequence[int]
@@ -158,44 +158,6 @@ def registered(node: fx.Node, unit: str) -> float | None:
             f"own arguments: {getattr(target, '_schema', target)}"
         ) from error
     return number(f"the cost registered for {target} ({given})", cost, of=f" {unit}")
-
-
-def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The node's args and kwargs with every fx node replaced by its `meta["val"]`."""
-    return (
-        fx.map_arg(node.args, lambda n: n.meta.get("val")),  # type: ignore[return-value]
-        fx.map_arg(node.kwargs, lambda n: n.meta.get("val")),
-    )
-
-
-def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Schema name → argument (fake tensors in place of nodes) of an op's call, defaults included."""
-    args, kwargs = fake_arguments(node)
-    schema = getattr(node.target, "_schema", None)
-    declared = schema.arguments if schema is not None else ()
-    defaults = {a.name: a.default_value for a in declared}
-    return {**defaults, **{a.name: given for a, given in zip(declared, args, strict=False)}, **kwargs}
-
-
-def signature(node: fx.Node) -> str:
-    """The op and all that its run can depend on but the numbers in its tensors: equal for two nodes that run alike."""
-    seen: dict[int, int] = {}
-
-    def text(leaf: Any) -> str:
-        if not isinstance(leaf, torch.Tensor):
-            return repr(leaf)
-        at = seen.setdefault(id(leaf), len(seen))  # the same tensor twice is read once
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        return f"%{at}:{dtype}{list(leaf.shape)}/{list(leaf.stride())}@{leaf.device.type}"
-
-    args, kwargs = _torch.pytree.tree_map(lambda leaf: _Text(text(leaf)), fake_arguments(node))
-    return f"{node.target}{args}{kwargs or ''}"
-
-
-class _Text(str):
-    """Text that prints without quotes."""
-
-    __repr__ = str.__str__
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -25,7 +25,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,15 +33,16 @@ import torch
 from torch import fx
 
 from gcsolve import _torch
-from gcsolve.cost.base import CostModel, OpInfo, Roofline
+from gcsolve.cost.base import Basis, CostModel, OpInfo, Roofline
 from gcsolve.cost.devices import DeviceSpec
-from gcsolve.cost.flops import node_bytes_moved, registered, signature
+from gcsolve.cost.flops import node_bytes_moved, registered
+from gcsolve.cost.local import free_memory_bytes, is_here
 from gcsolve.cost.workspace import remember, workspace
 from gcsolve.errors import ArgumentError
+from gcsolve.ops.facts import signature
 from gcsolve.ops.run import (
     fits,
     fresh_output_bytes,
-    is_here,
     lively,
     may_run,
     operand_bytes,
@@ -60,10 +61,14 @@ FORMAT = 3
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Asks for measured costs on `device`; `prepared` runs what is not known yet."""
+class Measured(CostModel):
+    """Seconds measured on `device`, by op signature; the roofline's for an op that is not among them.
+
+    `prepare` runs the ops whose time is not known yet; before it, no op's time is.
+    """
 
     device: DeviceSpec
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     name: ClassVar[str] = "measured"
     unit: ClassVar[str] = "s"
 
@@ -79,49 +84,35 @@ class Measured:
             )
         return cls(device)
 
-    def cost(self, op: OpInfo) -> float:
-        """Of an op that nothing is known of: the roofline's."""
-        return Roofline(self.device).cost(op)
-
-    def prepared(self, nodes: Sequence[fx.Node], progress: bool | None) -> CostModel:
-        """The cost model for the ops of one graph; runs each distinct one that neither this process nor the cache knows."""
+    def prepare(self, nodes: Sequence[fx.Node], progress: bool | None = False) -> Measured:
+        """With the seconds of a graph's ops; runs each distinct op that neither this process nor the cache on disk knows."""
         distinct = {signature(n): n for n in nodes if n.op == "call_function" and node_bytes_moved(n)}
         cache = OpCache.of(self.device)
-        known = cache.load()
-        for key, run in known.items():
+        runs = cache.load()
+        for key, run in runs.items():
             if run.workspace_bytes is not None:
                 remember(key, self.device, run.workspace_bytes)
-        todo = [key for key, n in distinct.items() if key not in known and may_run(n) and registered(n, "s") is None]
+        todo = [key for key, n in distinct.items() if key not in runs and may_run(n) and registered(n, "s") is None]
         fresh: dict[str, OpRun] = {}
         with bar(progress if todo else False, len(todo)) as begin:
             for key in todo:
                 begin(f"measuring {distinct[key].target}")
-                found = measure(distinct[key], self.device)
-                if found is not None:
-                    fresh[key] = found
+                run = measure(distinct[key], self.device)
+                if run is not None:
+                    fresh[key] = run
         if fresh:
             cache.save(fresh)
-        known = {**known, **fresh}
-        return MeasuredTable(self.device, {key: known[key].seconds for key in distinct if key in known})
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredTable:
-    """Seconds by op signature; roofline seconds for an op that is not in the table."""
-
-    device: DeviceSpec
-    seconds: Mapping[str, float]
-    name: ClassVar[str] = "measured"
-    unit: ClassVar[str] = "s"
+        runs = {**runs, **fresh}
+        return replace(self, seconds={key: runs[key].seconds for key in distinct if key in runs})
 
     def cost(self, op: OpInfo) -> float:
-        if op.seconds is not None or not self.knows(op):
+        if op.seconds is not None or op.signature not in self.seconds:
             return Roofline(self.device).cost(op)
         return self.seconds[op.signature]
 
-    def knows(self, op: OpInfo) -> bool:
-        """Whether its cost was measured (nothing needs to be for a view, or where `register_cost` was told)."""
-        return op.signature in self.seconds
+    def basis(self, op: OpInfo) -> Basis:
+        """Nothing is measured of a view; where `register_cost` gave seconds, nothing has to be."""
+        return Basis.MODEL if op.seconds is not None or op.signature in self.seconds else Basis.FALLBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +125,12 @@ class OpRun:
 
 def measure(node: fx.Node, device: DeviceSpec) -> OpRun | None:
     """Run the op on `device`, which is here; None when it cannot be run alone."""
-    if not fits(node, device):
+    if not fits(node, free_memory_bytes(device)):
         return None
     touched = operand_bytes(node) + sum(fresh_output_bytes(node).values())
     copies = min(MAX_COPIES, 1 + 2 * _cache_bytes(device.kind) // max(1, touched))
     seconds = run_alone(
-        node, device, (lively, zeros, well_conditioned), lambda run: op_seconds(run, device, copies), copies
+        node, device.kind, (lively, zeros, well_conditioned), lambda run: op_seconds(run, device, copies), copies
     )
     if seconds is None:
         return None

@@ -30,13 +30,14 @@ from torch import fx
 from gcsolve import _torch
 from gcsolve.cost.base import Roofline
 from gcsolve.cost.devices import DeviceSpec
-from gcsolve.cost.flops import MATMULS, fake_arguments, op_info, signature
+from gcsolve.cost.flops import MATMULS, op_info
+from gcsolve.cost.local import free_memory_bytes, is_here
+from gcsolve.ops.facts import fake_arguments, signature
 from gcsolve.ops.peak_meter import peak_of_events
 from gcsolve.ops.run import (
     SIZED_BY_KERNELS,
     fits,
     fresh_output_bytes,
-    is_here,
     leaves,
     may_run,
     run_alone,
@@ -83,7 +84,7 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
         key = _key(signature(node), device)
         if key in _measured:
             return _measured[key]
-        if fits(node, device) and Roofline(device).cost(op_info(node)) <= MAX_SECONDS:
+        if fits(node, free_memory_bytes(device)) and Roofline(device).cost(op_info(node)) <= MAX_SECONDS:
             found = _run(node, device)
             if found is not None:
                 _measured[key] = found
@@ -127,7 +128,7 @@ def _is_blas_layout(t: torch.Tensor) -> bool:
 def _run(node: fx.Node, device: DeviceSpec) -> Workspace | None:
     """Run the op once on made-up tensors; None when it will not run on any of them."""
     expected = sum(fresh_output_bytes(node).values())
-    peak = run_alone(node, device, (zeros, well_conditioned), lambda run: _peak_of(run, device))
+    peak = run_alone(node, device.kind, (zeros, well_conditioned), lambda run: _peak_of(run, device))
     return None if peak is None else Workspace(max(0, peak - expected), True)
 
 

@@ -6,24 +6,23 @@ import dataclasses
 import html
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from gcsolve.api import Session, infeasible, refuse_below_floor, solve
-from gcsolve.cost.base import CostModel
 from gcsolve.errors import ArgumentError, InfeasibleBudget, SolverError
-from gcsolve.evaluation.verify import refuse_elsewhere
-from gcsolve.plan import Asked, Plan
+from gcsolve.evaluation.verify import refuse_elsewhere, verify
+from gcsolve.plan_record import PlanRecord, SolverOptions
 from gcsolve.report.tables import html_table, text_table
+from gcsolve.session import Session, Settings, StepOptions, infeasible, refuse_below_floor
 from gcsolve.solver.base import Solution, Solver, Status
 from gcsolve.solver.front import solve_problem
 from gcsolve.solver.minimum import peak_floor
 from gcsolve.solver.registry import get_solver
-from gcsolve.util.checks import flag, whole
+from gcsolve.util.checks import check_limits, flag, whole
 from gcsolve.util.progress import bar
 from gcsolve.util.sizes import budget_bytes, check_budget, size_text
 from gcsolve.util.tree import flatten
@@ -182,17 +181,10 @@ def compare(
     measure: bool = False,
     steps: int = 1,
     repeats: int = 3,
-    loss: Callable[[Any], Any] | None = None,
-    optimizer: Any = None,
-    scope: str = "step",
-    cost: str | CostModel = "auto",
-    device: Any = None,
     time_limit_s: float = 60.0,
     gap: float = 0.005,
-    grad_outputs: str = "auto",
-    accumulate: bool = False,
-    autocast_backward: bool = False,
     progress: bool | None = None,
+    **step: Unpack[StepOptions],
 ) -> Comparison:
     """Plan `model` by each solver at each budget, tracing once, and put the answers side by side.
 
@@ -202,7 +194,9 @@ def compare(
         solvers: names in `gcsolve.solvers()` or solver objects.
         measure: also run every plan that fits, beside the untouched model: peak, step time, bitwise equality.
         steps, repeats: optimizer steps compared and timed runs, as for `plan.verify`.
-        others: as for `solve`; `time_limit_s` and `gap` hold for each row.
+        time_limit_s, gap: as for `solve`, for each row.
+        progress: as for `solve`.
+        step: loss, optimizer, scope, cost, device, backward_from, gradient_accumulation, autocast_backward, as for `solve`.
 
     Returns:
         a `Comparison`. A budget that a solver cannot meet is a row with its reason, and so is a solver of yours that
@@ -224,20 +218,16 @@ def compare(
     flag("measure", measure)
     named = _labels(solvers)
     steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
+    check_limits(time_limit_s, gap)
+    settings = Settings.checked(model, **step)
     if measure and any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         raise ArgumentError("measure=True runs the model, and its weights are on meta; give it real weights first")
-    traced = solve(
-        model, example_input, budget=1.0, solver="store_all", loss=loss, optimizer=optimizer, scope=scope, cost=cost,
-        device=device, time_limit_s=time_limit_s, gap=gap, grad_outputs=grad_outputs, accumulate=accumulate,
-        autocast_backward=autocast_backward, progress=progress,
-    )  # fmt: skip
-    session: Session = traced.session
+    session = Session.of(model, example_input, settings, progress)
+    store_all_bytes = session.call.store_all_bytes
     if measure:
         inputs, _ = flatten((session.args, session.kwargs), "example_input")
-        refuse_elsewhere("measure=True", session.settings.device, model, inputs)
-    sizes = tuple(dict.fromkeys(budget_bytes(gb, b, traced.baseline_peak_bytes) for gb, b in asked))
+        refuse_elsewhere("measure=True", settings.device, model, inputs)
+    sizes = tuple(dict.fromkeys(budget_bytes(gb, b, store_all_bytes) for gb, b in asked))
     todo = [(name, solver, size) for size in sizes for name, solver in named.items()]
     rows: list[ComparisonRow] = []
     eager: int | None = None
@@ -246,22 +236,22 @@ def compare(
         with bar(progress, len(todo)) as begin:
             for name, solver, size in todo:
                 begin(f"{name} at {size_text(size)}")
-                row, solution = _predicted(session, name, Asked(solver, time_limit_s, gap), size)
+                options = SolverOptions(solver, time_limit_s, gap)
+                row, solution = _predicted(session, name, options, size)
                 if measure and row.fits:
                     assert solution is not None
-                    plan = session.planned(solution, size, Asked(solver, time_limit_s, gap))
-                    row, eager = _measured(row, plan, steps, repeats, eager)
+                    row, eager = _measured(row, session, session.record(solution, size, options), steps, repeats, eager)
                 rows.append(row)
         complete = True
     except KeyboardInterrupt:
         pass  # the rows so far are what was asked for; `complete` says that some are missing
     return Comparison(
         model=type(model).__name__,
-        device=traced.device,
-        cost=traced.cost,
-        scope=scope,
-        baseline_peak_bytes=traced.baseline_peak_bytes,
-        floor_bytes=peak_floor(traced.problem)[0],
+        device=settings.device.name,
+        cost=settings.cost.name,
+        scope=settings.scope,
+        baseline_peak_bytes=store_all_bytes,
+        floor_bytes=peak_floor(session.problem)[0],
         eager_peak_bytes=eager,
         solvers=tuple(named),
         budgets_bytes=sizes,
@@ -299,15 +289,15 @@ def _labels(solvers: Any) -> dict[str, str | Solver]:
     return dict(zip(labels, distinct.values(), strict=True))
 
 
-def _predicted(session: Session, name: str, asked: Asked, size: int) -> tuple[ComparisonRow, Solution | None]:
-    costs = session.made.costed
+def _predicted(session: Session, name: str, options: SolverOptions, size: int) -> tuple[ComparisonRow, Solution | None]:
+    costs = session.call.costed
     problem = costs.problem.with_budget(size)
     try:
         refuse_below_floor(problem)
     except InfeasibleBudget as error:
         return _no_plan(name, size, Status.INFEASIBLE.name, str(error)), None
     try:
-        found = solve_problem(problem, asked.solver, time_limit_s=asked.time_limit_s, gap=asked.gap)
+        found = solve_problem(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap)
     except SolverError as error:
         return _no_plan(name, size, FAILED, str(error)), None
     over = found.schedule is None or found.status is Status.OVER_BUDGET
@@ -335,11 +325,11 @@ def _predicted(session: Session, name: str, asked: Asked, size: int) -> tuple[Co
 
 
 def _measured(
-    row: ComparisonRow, plan: Plan, steps: int, repeats: int, eager: int | None
+    row: ComparisonRow, session: Session, plan: PlanRecord, steps: int, repeats: int, eager: int | None
 ) -> tuple[ComparisonRow, int | None]:
     """The row with what running `plan` shows, and the untouched model's peak (`eager`: as known so far)."""
     try:
-        report = plan.verify(steps=steps, repeats=repeats)
+        report = verify(plan, session, steps=steps, repeats=repeats)
     except Exception as error:  # out of memory, say: the other rows are worth as much as before
         return dataclasses.replace(row, measure_error=f"{type(error).__name__}: {error}"), eager
     measured = dataclasses.replace(

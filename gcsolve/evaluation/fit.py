@@ -12,28 +12,26 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from gcsolve.api import Session, Settings, TracedCall
-from gcsolve.capture.trace import parse_example
-from gcsolve.cost.base import CostModel
 from gcsolve.cost.devices import get_device
 from gcsolve.errors import ArgumentError, InfeasibleBudget
 from gcsolve.lowering.costed import Costed
 from gcsolve.lowering.lower import tensors_of
+from gcsolve.plan_record import SolverOptions
 from gcsolve.report.tables import text_table
 from gcsolve.report.timeline import timeline
+from gcsolve.session import Session, Settings, StepOptions, TracedCall, check_request
 from gcsolve.simulate import simulate
 from gcsolve.solver.base import Solver
 from gcsolve.solver.front import solve_problem
 from gcsolve.solver.minimum import alive_at_least, peak_floor
-from gcsolve.solver.registry import get_solver
-from gcsolve.util.checks import check_limits, whole
+from gcsolve.util.checks import whole
 from gcsolve.util.factory import RETURNS, Made, factory_name, made_by, parameters_of
 from gcsolve.util.progress import shown
-from gcsolve.util.sizes import check_budget, size_text
+from gcsolve.util.sizes import size_text
 
 WORTH_SAYING = 0.15  # of the peak: what takes less is not advised about
 
@@ -116,17 +114,13 @@ def fit(
     batches: Iterable[int] = range(1, 65),
     *,
     seq: int | None = None,
-    device: Any = None,
     budget_gb: float | None = None,
     budget: str | None = None,
-    optimizer: Any = None,
-    accumulate: bool = False,
-    autocast_backward: bool = False,
     solver: str | Solver = "auto",
-    cost: str | CostModel = "auto",
     time_limit_s: float = 20.0,
     gap: float = 0.005,
     progress: bool | None = None,
+    **step: Unpack[StepOptions],
 ) -> Fit:
     """Find the largest batch size whose training step fits a device, and what it costs there.
 
@@ -136,9 +130,11 @@ def fit(
             allocated; a factory that cannot be is called again without.
         batches: sizes to try. A range is searched, not walked through; any other iterable is tried to its last entry.
         seq: sequence length for the factory.
-        device: as for `solve`; its memory less its reserve is the budget unless one is given.
-        budget_gb, budget: instead, GB (1e9 bytes) or a size ("20GiB").
-        others: as for `solve`; `time_limit_s` and `gap` hold for each batch size.
+        budget_gb, budget: GB (1e9 bytes) or a size ("20GiB"); default: the device's memory less its reserve.
+        solver, progress: as for `solve`.
+        time_limit_s, gap: as for `solve`, for each batch size.
+        step: optimizer, scope, cost, device, backward_from, gradient_accumulation, autocast_backward, as for `solve`; `loss`
+            when the factory returns none.
 
     Returns:
         a `Fit`; its `summary()` names the largest batch that fits, where the peak sits and what would lower it.
@@ -159,9 +155,9 @@ def fit(
         raise ArgumentError(
             f'budget={budget!r} is a share of a peak that differs by batch size; give a size, as in "20GiB", or budget_gb=20'
         )
-    check_budget(budget_gb, budget)
-    check_limits(time_limit_s, gap)
-    get_solver(solver)
+    options = SolverOptions(solver, time_limit_s, gap)
+    check_request(budget_gb, budget, options)
+    device = step.get("device")
     sizes = _checked(batches)
     asked = _keywords(factory, seq)
     memory: list[tuple[str, int]] = []  # device and budget, known once there is a model
@@ -169,15 +165,13 @@ def fit(
     def tried(batch: int) -> FitRow:
         with shown(progress, f"batch {batch}"):
             model, example, loss = _made(factory, {"batch": batch, **asked}, device)
-            args, kwargs = parse_example(example)
-            settings = Settings.checked(
-                model, loss=loss, optimizer=optimizer, scope="step", device=device, cost=cost, grad_outputs="auto",
-                accumulate=accumulate, autocast_backward=autocast_backward,
-            )  # fmt: skip
-            session = Session(model, args, kwargs, settings, TracedCall.of(model, args, kwargs, settings))
+            if loss is not None and step.get("loss") is not None:
+                raise ArgumentError("the factory returns a loss, and loss= is given too; leave one of them out")
+            settings = Settings.checked(model, **{**step, "loss": loss or step.get("loss")})
+            session = Session.of(model, example, settings)
             if not memory:
                 memory.append((settings.device.name, session.budget_bytes(budget_gb, budget)))
-            return _row(batch, session, memory[0][1], solver, time_limit_s, gap)
+            return _row(batch, session, memory[0][1], options)
 
     found: dict[int, FitRow] = {}
     for batch in _searched(sizes, found, memory) if isinstance(batches, range) else sizes:
@@ -251,16 +245,16 @@ def _searched(sizes: list[int], found: dict[int, FitRow], memory: list[tuple[str
         low, high = (at, high) if found[sizes[at]].fits else (low, at)
 
 
-def _row(batch: int, session: Session, allowed: int, solver: str | Solver, time_limit_s: float, gap: float) -> FitRow:
-    made = session.made
+def _row(batch: int, session: Session, allowed: int, options: SolverOptions) -> FitRow:
+    made = session.call
     problem = made.costed.problem
     floor, at = peak_floor(problem)
     if floor > allowed:
         return _row_at_floor(batch, made, floor, at)
-    least = solve_problem(problem.with_budget(floor), "greedy", time_limit_s=time_limit_s)
+    least = solve_problem(problem.with_budget(floor), "greedy", time_limit_s=options.time_limit_s)
     shown_schedule, peak, overhead, least_bytes = least.schedule, None, None, least.peak_bytes
     try:
-        solution = session.solution(allowed, solver, time_limit_s, gap)
+        solution = session.solution(allowed, options)
         shown_schedule, peak, overhead = solution.schedule, solution.peak_bytes, solution.overhead
         least_bytes = min(least_bytes, solution.peak_bytes)
     except InfeasibleBudget as error:

@@ -20,7 +20,8 @@ from gcsolve.cost.optimizer_memory import make_optimizer, plain_tensors
 from gcsolve.errors import ArgumentError
 from gcsolve.lowering.costed import LIBRARY_BUFFERS, storage_bytes
 from gcsolve.ops.peak_meter import PeakMeter, interleaved_times
-from gcsolve.plan import Plan
+from gcsolve.plan_record import PlanRecord
+from gcsolve.session import Session
 from gcsolve.util.checks import whole
 from gcsolve.util.sizes import size_text
 from gcsolve.util.tree import flatten
@@ -114,10 +115,13 @@ class VerifyReport:
 class _Runner:
     """One of the two models with its optimizer, its own copy of the inputs and its place in the random stream."""
 
-    def __init__(self, model: nn.Module, plan: Plan, args: Any, kwargs: Any, loss: Any, optimizer: Any) -> None:
-        self.model, self.plan, self.loss = model, plan, loss
-        self.args, self.kwargs = _copied((args, kwargs), "the inputs", _leaves((args, kwargs)))
-        self.optimizer = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad] or _none())
+    def __init__(self, model: nn.Module, plan: PlanRecord, session: Session, loss: Any) -> None:
+        self.model, self.plan, self.settings, self.loss = model, plan, session.settings, loss
+        call = session.args, session.kwargs
+        self.args, self.kwargs = _copied(call, "the inputs", _leaves(call))
+        self.optimizer = make_optimizer(
+            session.settings.optimizer, [p for p in model.parameters() if p.requires_grad] or _none()
+        )
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.state = _generator_state(self.device)
         self.outputs: list[torch.Tensor] = []
@@ -166,9 +170,9 @@ class _Runner:
 
     def peak_bytes(self) -> int:
         """Peak of one whole step, beginning without gradients, or with those of a step before where the plan counts them."""
-        accumulate = self.plan.session.settings.accumulate
+        accumulated = self.settings.gradient_accumulation
         self.clear()
-        if accumulate:
+        if accumulated:
             self.on_own_stream(self.forward_backward)
             self.outputs, self.held = [], []
 
@@ -182,7 +186,7 @@ class _Runner:
         before = 0
         if self.plan.scope == "step":
             before = self.external_bytes()
-            if accumulate:
+            if accumulated:
                 before += storage_bytes(
                     t.grad for t in (*self.model.parameters(), *self.inputs()) if t.grad is not None
                 )
@@ -191,20 +195,11 @@ class _Runner:
         return before + self.measured
 
 
-def verify(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Any,
-    optimizer: Any,
-    *,
-    steps: int = 3,
-    repeats: int = 3,
-) -> VerifyReport:
+def verify(plan: PlanRecord, session: Session, *, steps: int = 3, repeats: int = 3) -> VerifyReport:
     """Train copies of the untouched model and of the planned one for `steps` steps and compare everything bitwise.
 
     Args:
+        plan: the plan that `session` made.
         steps: optimizer steps (≥ 1); the optimizer is the plan's, else plain SGD.
         repeats: timed forward-backward runs of each, interleaved; 0 skips the timing (times are then 0.0).
 
@@ -213,15 +208,17 @@ def verify(
             plan's kind of device.
     """
     steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
+    model = session.model
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         raise ArgumentError("verify runs the model, and its weights are on meta; give it real weights first")
-    refuse_elsewhere("verify", plan.session.settings.device, model, flatten((args, kwargs), "example_input")[0])
+    inputs, _ = flatten((session.args, session.kwargs), "example_input")
+    refuse_elsewhere("verify", session.settings.device, model, inputs)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found_state = _generator_state(device)
     try:
         with torch.inference_mode(False), torch.enable_grad():  # a step is one of training, wherever it is verified
-            eager = _Runner(_copied(model, "the model"), plan, args, kwargs, loss, optimizer)
-            planned = _Runner(_copied(plan.module, "the model"), plan, args, kwargs, None, optimizer)
+            eager = _Runner(_copied(model, "the model"), plan, session, session.settings.loss)
+            planned = _Runner(_copied(plan.module, "the model"), plan, session, None)
             return _compared(plan, eager, planned, steps, repeats)
     finally:
         _set_generator_state(found_state, device)
@@ -257,7 +254,7 @@ def _leaves(arguments: Any) -> dict[int, Any]:
     return made
 
 
-def _compared(plan: Plan, eager: _Runner, planned: _Runner, steps: int, repeats: int) -> VerifyReport:
+def _compared(plan: PlanRecord, eager: _Runner, planned: _Runner, steps: int, repeats: int) -> VerifyReport:
     differences: list[str] = []
     losses: tuple[list[float], list[float]] = ([], [])
     for step in range(1, steps + 1):

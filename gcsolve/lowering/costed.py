@@ -13,10 +13,9 @@ from gcsolve._torch import storage_key
 from gcsolve.capture.joint import Joint
 from gcsolve.capture.module_state import attributes_of
 from gcsolve.capture.trace import Trace
-from gcsolve.cost.base import CostModel, OpInfo
+from gcsolve.cost.base import Basis, CostModel, OpInfo
 from gcsolve.cost.devices import DeviceSpec
 from gcsolve.cost.flops import op_info
-from gcsolve.cost.measured import Measured, MeasuredTable
 from gcsolve.cost.optimizer_memory import OptimizerMemory, optimizer_memory
 from gcsolve.cost.workspace import Workspace, library_bytes, workspace
 from gcsolve.graph import Graph
@@ -63,7 +62,7 @@ def external(
     joint: Joint,
     held_attributes: Sequence[torch.Tensor],
     optimizer: OptimizerMemory,
-    accumulate: bool,
+    gradient_accumulation: bool,
     round_bytes: Callable[[int], int],
 ) -> tuple[tuple[str, int], ...]:
     """(kind, bytes) of what lives through the whole step."""
@@ -75,7 +74,7 @@ def external(
         ("inputs", storage_bytes((t for t in inputs if storage_key(t) not in held), round_bytes)),
         ("optimizer", optimizer.state_bytes),
         ("master weights", optimizer.master_bytes),
-        ("accumulated gradients", sum(map(round_bytes, _gradient_bytes(joint))) if accumulate else 0),
+        ("accumulated gradients", sum(map(round_bytes, _gradient_bytes(joint))) if gradient_accumulation else 0),
     )
 
 
@@ -87,10 +86,10 @@ def _gradient_bytes(joint: Joint) -> list[int]:
     return [t.numel() * t.element_size() for t in graded]
 
 
-def _with_optimizer_step(graph: Graph, step_bytes: int, accumulate: bool) -> Graph:
+def _with_optimizer_step(graph: Graph, step_bytes: int, gradient_accumulation: bool) -> Graph:
     """The graph whose last node, where the caller holds what the step has made, also is the optimizer's step: its
     temporaries are that node's workspace. With accumulation the new gradients are gone by then, added to the old."""
-    gone = sum(v.size_bytes for v in graph.values if v.kind == "gradients") if accumulate else 0
+    gone = sum(v.size_bytes for v in graph.values if v.kind == "gradients") if gradient_accumulation else 0
     if step_bytes - gone <= graph.nodes[-1].workspace_bytes:
         return graph
     last = replace(graph.nodes[-1], name="optimizer.step()", workspace_bytes=step_bytes - gone)
@@ -124,7 +123,7 @@ def costed(
     cost: CostModel,
     optimizer: Any,
     scope: str,
-    accumulate: bool,
+    gradient_accumulation: bool,
     measure: bool,
     progress: bool | None = False,
 ) -> Costed:
@@ -134,13 +133,12 @@ def costed(
         inputs: the flat tensors of the example input.
         scope: "step" counts what always lives and the optimizer's step; "activations" only what forward and backward
             allocate.
-        accumulate: gradients of earlier steps are there when the step begins.
+        gradient_accumulation: gradients of earlier steps are there when the step begins.
         measure: run ops that may have a workspace once on this machine; else estimate it.
         progress: show a bar while ops are run for their time.
     """
     clean(trace.joint)
-    if isinstance(cost, Measured):
-        cost = cost.prepared(list(trace.joint.graph_module.graph.nodes), progress)
+    cost = cost.prepare(list(trace.joint.graph_module.graph.nodes), progress)
     block = device.allocator_block_bytes
 
     def round_bytes(size: int) -> int:
@@ -155,29 +153,32 @@ def costed(
     if scope == "step":
         taken = optimizer_memory(optimizer, model.parameters(), device.kind, round_bytes)
         attributes = [t for name, t in attributes_of(model, torch.Tensor).items() if name not in trace.replaced]
-        outside = external(model, inputs, trace.joint, attributes, taken, accumulate, round_bytes)
+        outside = external(model, inputs, trace.joint, attributes, taken, gradient_accumulation, round_bytes)
         libraries = library_bytes(trace.joint.graph_module.graph.nodes, device)
         lowered = lower(trace, (*outside, (LIBRARY_BUFFERS, libraries)), round_bytes, space)
-        if not accumulate:
+        if not gradient_accumulation:
             lowered = replace(lowered, graph=_with_copied_gradient(lowered.graph, trace.joint, round_bytes))
-        lowered = replace(lowered, graph=_with_optimizer_step(lowered.graph, taken.step_bytes, accumulate))
+        lowered = replace(lowered, graph=_with_optimizer_step(lowered.graph, taken.step_bytes, gradient_accumulation))
     else:
         lowered = lower(trace, (), round_bytes, space)
         lowered = replace(lowered, graph=_with_copied_gradient(lowered.graph, trace.joint, round_bytes))
     infos = [_info(node, item.op) for node, item in zip(lowered.origin, lowered.graph.nodes, strict=True)]
     costs = tuple(0.0 if info is None else cost.cost(info) for info in infos)
     problem = Problem(lowered.graph, costs, 0, cost.unit)
-    known = [info for info in infos if info is not None]
-    by_bytes = [i for i in known if not i.has_formula and (i.seconds is None or cost.unit == "flops")]
-    unmeasured = [i for i in known if isinstance(cost, MeasuredTable) and i.seconds is None and not cost.knows(i)]
+    by_basis: dict[Basis, set[str]] = {basis: set() for basis in Basis}
+    for info in infos:
+        if info is not None:
+            by_basis[cost.basis(info)].add(info.target)
     return Costed(
-        trace,
-        lowered,
-        problem,
-        tuple(0 if info is None else info.flops for info in infos),
-        tuple(sorted({str(n.target) for n, w in spaces.items() if not w.measured and w.size_bytes})),
-        () if isinstance(cost, MeasuredTable) else tuple(sorted({info.target for info in by_bytes})),
-        tuple(sorted({info.target for info in unmeasured})),
+        trace=trace,
+        lowered=lowered,
+        problem=problem,
+        flops=tuple(0 if info is None else info.flops for info in infos),
+        estimated_workspace=tuple(
+            sorted({str(n.target) for n, w in spaces.items() if not w.measured and w.size_bytes})
+        ),
+        costed_by_bytes=tuple(sorted(by_basis[Basis.BYTES])),
+        estimated_cost=tuple(sorted(by_basis[Basis.FALLBACK])),
     )
 
 

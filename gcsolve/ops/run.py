@@ -17,8 +17,7 @@ import torch
 from torch import fx
 
 from gcsolve import _torch
-from gcsolve.cost.devices import DeviceSpec, get_device
-from gcsolve.cost.flops import fake_arguments, named_arguments
+from gcsolve.ops.facts import fake_arguments, named_arguments
 
 aten = torch.ops.aten
 
@@ -38,11 +37,6 @@ SIZED_BY_KERNELS = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_lay
 Fill = Callable[[torch.Tensor, str, int], torch.Tensor]  # (fake, device, values an index into something may take)
 
 
-def is_here(device: DeviceSpec) -> bool:
-    """Whether this machine can run what would run on that device."""
-    return device.kind == "cpu" or (torch.cuda.is_available() and get_device("cuda").name == device.name)
-
-
 def may_run(node: fx.Node) -> bool:
     """Whether running the op alone has no effect but its result."""
     target = node.target
@@ -58,26 +52,14 @@ def _lacks_its_buffer(node: fx.Node) -> bool:
     return named_arguments(node)["workspace"].numel() == 0
 
 
-def free_memory_bytes(device: DeviceSpec) -> int:
-    """Bytes that could be allocated there now."""
-    if device.kind == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return device.memory_bytes // 4
-
-
-def fits(node: fx.Node, device: DeviceSpec) -> bool:
-    """Whether its operands and results are a small enough part of the free memory; False for sizes not known yet."""
+def fits(node: fx.Node, free_bytes: int) -> bool:
+    """Whether the op's operands and results are a small enough part of `free_bytes`; False while a size is unknown."""
     tensors = [t for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
     sizes = [s for t in tensors for s in (*t.shape, *t.stride())]
     if not all(isinstance(s, int) for s in sizes):
         return False
-    return operand_bytes(node) + 2 * sum(fresh_output_bytes(node).values()) <= MAX_MEMORY_SHARE * free_memory_bytes(
-        device
-    )
+    needed_bytes = operand_bytes(node) + 2 * sum(fresh_output_bytes(node).values())
+    return needed_bytes <= MAX_MEMORY_SHARE * free_bytes
 
 
 def operand_bytes(node: fx.Node) -> int:
@@ -95,7 +77,7 @@ def fresh_output_bytes(node: fx.Node) -> dict[int, int]:
 
 def run_alone(
     node: fx.Node,
-    device: DeviceSpec,
+    kind: str,
     fills: tuple[Fill, ...],
     use: Callable[[Callable[[], Any]], Any],
     copies: int = 1,
@@ -106,15 +88,16 @@ def run_alone(
     on as in a step (a few kernels keep a buffer only then), and nothing requires a gradient.
 
     Args:
+        kind: the kind of device to run on, "cpu" or "cuda".
         copies: so many sets of operands are used in turn, and of each the last result is kept: with enough of them,
             operands and results have left the caches when their turn comes. One: nothing is kept.
     """
     draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    kept = _random_state_kept(device) if draws else contextlib.nullcontext()
+    kept = _random_state_kept(kind) if draws else contextlib.nullcontext()
     with _torch.no_modes(), torch.enable_grad(), _torch.disable_autocast(), kept:
         for fill in fills:
             try:
-                first = made_up(node, device, fill)
+                first = made_up(node, kind, fill)
                 return use(_in_turn(node.target, [first, *(_copied(first) for _ in range(copies - 1))]))
             except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError):
                 continue  # values that this op refuses (a singular matrix), or a kernel that is not built here
@@ -151,8 +134,8 @@ def _copied(tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _random_state_kept(device: DeviceSpec) -> Iterator[None]:
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.kind == "cuda" else []):
+def _random_state_kept(kind: str) -> Iterator[None]:
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if kind == "cuda" else []):
         yield
 
 
@@ -163,18 +146,18 @@ def leaves(tree: Any) -> list[Any]:
 # --- made-up tensors -------------------------------------------------------------------------------------------------
 
 
-def made_up(node: fx.Node, device: DeviceSpec, fill: Fill) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def made_up(node: fx.Node, kind: str, fill: Fill) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's arguments with real tensors of the same sizes, strides and dtypes in place of the fake ones."""
     made: dict[int, torch.Tensor] = {}
     bounds, demanding = _index_bounds(node), _demanding(node)
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
-            return torch.device(device.kind)
+            return torch.device(kind)
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in made:
-            where = "cpu" if leaf.device.type == "cpu" and leaf.dim() == 0 else device.kind
+            where = "cpu" if leaf.device.type == "cpu" and leaf.dim() == 0 else kind
             made[id(leaf)] = fill(leaf, where, bounds.get(id(leaf), 1))
             if id(leaf) in demanding:
                 made[id(leaf)].fill_(demanding[id(leaf)])

@@ -75,6 +75,11 @@ def _scope(found: Any) -> bool:
     return found in ("step", "activations")
 
 
+def _backward_from(found: Any) -> bool:
+    """scalars or all"""
+    return found in ("scalars", "all")
+
+
 def _dtype(found: Any) -> bool:
     """a dtype of torch"""
     return isinstance(found, str) and isinstance(getattr(torch, found, None), torch.dtype)
@@ -136,8 +141,8 @@ SCHEMA: dict[str, Any] = {
         "scope": _scope,
         "device": str,
         "cost": str,
-        "all_outputs": bool,
-        "accumulate": bool,
+        "backward_from": _backward_from,
+        "gradient_accumulation": bool,
         "autocast_backward": bool,
         "solver": str,
         "time_limit_s": _number,

@@ -1,0 +1,419 @@
+"""One traced and costed model call, from which any number of plans come without tracing again.
+
+The way of a plan: `Settings.checked` (the arguments) -> `TracedCall.of` (trace and costs) -> `Session.solution` (the
+solver) -> `Session.record` (the emitted module and its figures).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+
+from gcsolve.capture.target_kernels import target_kernels
+from gcsolve.capture.trace import Trace, parse_example, trace
+from gcsolve.cost.base import CostModel
+from gcsolve.cost.devices import DeviceSpec, get_device
+from gcsolve.cost.local import free_memory_bytes, is_here
+from gcsolve.cost.optimizer_memory import named_optimizer
+from gcsolve.cost.registry import get_cost
+from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
+from gcsolve.execution.emit import emit
+from gcsolve.execution.planned_module import Steps, is_planned, planned_module, settled_signature
+from gcsolve.execution.step import Step, tangent_likes
+from gcsolve.graph import Node
+from gcsolve.lowering.costed import Costed, costed, storage_bytes
+from gcsolve.plan_record import MinimumBudget, PlanRecord, SolverOptions
+from gcsolve.problem import Problem
+from gcsolve.schedule import schedule_from_order
+from gcsolve.simulate import simulate
+from gcsolve.solver.base import Solution, Status
+from gcsolve.solver.front import solve_problem
+from gcsolve.solver.minimum import minimum_any_budget, minimum_peak, peak_floor, some_plan
+from gcsolve.solver.registry import get_solver
+from gcsolve.util.checks import check_limits, flag
+from gcsolve.util.progress import shown
+from gcsolve.util.sizes import budget_bytes, check_budget, size_text
+from gcsolve.util.tree import flatten
+
+logger = logging.getLogger("gcsolve")
+
+LEAST_BUDGET_S = 5.0
+"""Seconds spent on a plan to name, once a budget is proven to be too small."""
+
+
+class StepOptions(TypedDict, total=False):
+    """The keyword arguments that say which step is planned, alike in all public functions; `gcsolve.solve` explains them."""
+
+    loss: Callable[[Any], Any] | None
+    optimizer: Any
+    scope: str
+    cost: str | CostModel
+    device: Any
+    backward_from: str
+    gradient_accumulation: bool
+    autocast_backward: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`StepOptions`, checked."""
+
+    loss: Callable[[Any], Any] | None
+    optimizer: Any
+    scope: str
+    device: DeviceSpec
+    cost: CostModel
+    backward_from: str
+    gradient_accumulation: bool
+    autocast_backward: bool
+
+    @classmethod
+    def checked(
+        cls,
+        model: nn.Module,
+        *,
+        loss: Callable[[Any], Any] | None = None,
+        optimizer: Any = None,
+        scope: str = "step",
+        cost: str | CostModel = "auto",
+        device: Any = None,
+        backward_from: str = "scalars",
+        gradient_accumulation: bool = False,
+        autocast_backward: bool = False,
+    ) -> Settings:
+        """
+        Raises:
+            ArgumentError: an argument has a value that cannot be used.
+        """
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
+        for name, module in model.named_modules():
+            if is_planned(module):
+                raise ArgumentError(
+                    f"{name or 'model'} is a planned module already; plan the original, or use plan.at(...) for another budget"
+                )
+        if loss is not None and not callable(loss):
+            raise ArgumentError(f"loss={loss!r} is not callable; pass a function of the model's output, or None")
+        for name in _captured_tensors(loss):
+            raise ArgumentError(
+                f"loss uses the tensor {name}, which would be the same in every step; make it an input of the model: wrap "
+                "the model in a module that takes it and returns the loss, or compute the loss outside (loss=None)"
+            )
+        if scope not in ("step", "activations"):
+            raise ArgumentError(f'scope={scope!r} is not known; known scopes: "step", "activations"')
+        if backward_from not in ("scalars", "all"):
+            raise ArgumentError(f'backward_from={backward_from!r} is not known; known: "scalars", "all"')
+        flag("gradient_accumulation", gradient_accumulation)
+        flag("autocast_backward", autocast_backward)
+        spec = get_device(_device_of(model) if device is None else device)
+        return cls(
+            loss=loss,
+            optimizer=named_optimizer(optimizer),
+            scope=scope,
+            device=spec,
+            cost=get_cost(cost, spec),
+            backward_from=backward_from,
+            gradient_accumulation=gradient_accumulation,
+            autocast_backward=autocast_backward,
+        )
+
+    def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        """The step of that call, with the device's kernels."""
+        tensors, _ = flatten((args, kwargs), "example_input")
+        kernels = target_kernels(self.device, (*model.parameters(), *model.buffers(), *tensors))
+        return trace(model, args, kwargs, self.loss, self.backward_from == "all", kernels, self.autocast_backward)
+
+    def costs(
+        self,
+        traced: Trace,
+        model: nn.Module,
+        inputs: list[torch.Tensor],
+        *,
+        cost: CostModel,
+        measure: bool,
+        progress: bool | None = False,
+    ) -> Costed:
+        """Bytes, workspace, FLOPs and cost of every op of the trace.
+
+        Args:
+            inputs: the flat tensors of the call.
+            cost: the cost model; `self.cost` unless a file brings the costs.
+            measure: run ops that may have a workspace once on this machine.
+        """
+        return costed(
+            traced,
+            model,
+            inputs,
+            device=self.device,
+            cost=cost,
+            optimizer=self.optimizer,
+            scope=self.scope,
+            gradient_accumulation=self.gradient_accumulation,
+            measure=measure,
+            progress=progress,
+        )
+
+    def default_budget_bytes(self, model: nn.Module) -> int:
+        """The device's memory less its reserve: what is free and what the model has already, where the device is here.
+
+        Raises:
+            ArgumentError: scope="activations", which no device's memory says anything about.
+        """
+        if self.scope != "step":
+            raise ArgumentError(
+                "scope='activations' has no default budget: the device's memory also holds what it does not count; "
+                'give budget_gb=<GB> or budget=<"20GiB" or a fraction of the store-all peak>'
+            )
+        spec = self.device
+        if not is_here(spec):
+            return spec.memory_bytes - spec.reserve_bytes
+        held = torch.cuda.memory_reserved() if spec.kind == "cuda" else storage_bytes(_real_tensors(model))
+        return max(1, free_memory_bytes(spec) + held - spec.reserve_bytes)
+
+
+def _real_tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
+
+
+def _captured_tensors(loss: Any) -> list[str]:
+    """Names of the tensors a loss function carries with it: closed over, global, bound by default or by partial."""
+    if isinstance(loss, functools.partial):
+        bound = {**{f"argument {i}": v for i, v in enumerate(loss.args)}, **loss.keywords}
+        return [k for k, v in bound.items() if isinstance(v, torch.Tensor)] + _captured_tensors(loss.func)
+    if not inspect.isfunction(loss):
+        return []
+    seen = inspect.getclosurevars(loss)
+    defaults = {f"default {i}": v for i, v in enumerate(loss.__defaults__ or ())} | dict(loss.__kwdefaults__ or {})
+    return [k for k, v in {**seen.globals, **seen.nonlocals, **defaults}.items() if isinstance(v, torch.Tensor)]
+
+
+def _device_of(model: nn.Module) -> str:
+    tensors = _real_tensors(model)
+    return str(tensors[0].device) if tensors else "cpu"
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A traced and costed step, the signature of the calls that it serves, and how long that took."""
+
+    costed: Costed
+    store_all_bytes: int
+    key: Any
+    seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        settings: Settings,
+        progress: bool | None = False,
+    ) -> TracedCall:
+        started = time.perf_counter()
+        tensors, template = flatten((args, kwargs), "example_input")
+        with shown(progress, f"tracing {type(model).__name__}"):
+            traced = settings.trace(model, args, kwargs)
+        real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers()))
+        costs = settings.costs(traced, model, tensors, cost=settings.cost, measure=real, progress=progress)
+        graph = costs.problem.graph
+        store_all = simulate(costs.problem, schedule_from_order(graph, range(len(graph.nodes)))).peak_bytes
+        seconds = time.perf_counter() - started
+        logger.info(
+            "traced %s for %s in %.1f s: %d ops, store-all peak %s",
+            type(model).__name__, settings.device.name, seconds, len(graph.nodes), size_text(store_all),
+        )  # fmt: skip
+        return cls(costs, store_all, settled_signature(model, traced, tensors, template), seconds)
+
+    def step(self, solution: Solution) -> Step:
+        """The emitted forward and backward of the solution's schedule."""
+        assert solution.schedule is not None
+        traced = self.costed.trace
+        return Step(traced, emit(traced.joint, self.costed.lowered, solution.schedule), tangent_likes(traced))
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model call with its settings, traced and costed."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    settings: Settings
+    call: TracedCall
+
+    @classmethod
+    def of(cls, model: nn.Module, example_input: Any, settings: Settings, progress: bool | None = False) -> Session:
+        """Trace and cost the call of `model` that `example_input` describes."""
+        args, kwargs = parse_example(example_input)
+        return cls(model, args, kwargs, settings, TracedCall.of(model, args, kwargs, settings, progress))
+
+    @property
+    def problem(self) -> Problem:
+        """The step without a budget."""
+        return self.call.costed.problem
+
+    def budget_bytes(self, budget_gb: float | None, budget: str | float | None) -> int:
+        """What the caller wrote, in bytes; nothing: what the device has."""
+        if budget_gb is None and budget is None:
+            return self.settings.default_budget_bytes(self.model)
+        return budget_bytes(budget_gb, budget, self.call.store_all_bytes)
+
+    def solution(self, allowed_bytes: int, options: SolverOptions, progress: bool | None = False) -> Solution:
+        """The solver's answer alone, nothing emitted.
+
+        Raises:
+            InfeasibleBudget: it does not meet the budget.
+        """
+        with shown(progress, f"solving for {size_text(allowed_bytes)}"):
+            return _solved(self.model, self.call, allowed_bytes, options)
+
+    def record(self, solution: Solution, allowed_bytes: int, options: SolverOptions) -> PlanRecord:
+        """The plan that carries out `solution`, which other calls are planned like."""
+
+        def replan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+            logger.info("%s is called as it was not planned for (shapes, dtypes, arguments or modes): planning again",
+                        type(model).__name__)  # fmt: skip
+            call = TracedCall.of(model, args, kwargs, self.settings)
+            try:
+                return call.step(_solved(model, call, allowed_bytes, options))
+            except InfeasibleBudget as error:
+                error.args = (
+                    f"this call differs from those planned so far (shapes, dtypes, arguments or modes), and it was planned "
+                    f"for the same {size_text(allowed_bytes)}: {error}",
+                )
+                raise
+
+        steps = Steps(replan, self.settings.loss)
+        steps.training = self.model.training
+        steps.add(self.call.key, self.call.step(solution))
+        return PlanRecord(
+            module=planned_module(self.model, steps),
+            model_name=type(self.model).__name__,
+            budget_bytes=allowed_bytes,
+            baseline_peak_bytes=self.call.store_all_bytes,
+            solution=solution,
+            solver_options=options,
+            costed=self.call.costed,
+            scope=self.settings.scope,
+            device=self.settings.device.name,
+            cost=self.settings.cost.name,
+            trace_s=self.call.seconds,
+        )
+
+    def minimum(self, time_limit_s: float) -> MinimumBudget:
+        """How low a budget can go; see `gcsolve.minimum_budget`."""
+        one_rerun = minimum_peak(self.problem, 0.6 * time_limit_s)
+        least_bytes, floor_bytes = minimum_any_budget(self.problem, one_rerun.bytes, 0.4 * time_limit_s)
+        node = self.problem.graph.nodes[one_rerun.node]
+        return MinimumBudget(
+            bytes=least_bytes,
+            floor_bytes=floor_bytes,
+            one_rerun_bytes=one_rerun.bytes,
+            one_rerun_floor_bytes=one_rerun.lower_bytes,
+            op=f"{node.name} ({node.op})",
+            module=node.module,
+            source=node.source,
+        )
+
+
+def check_request(budget_gb: float | None, budget: str | float | None, options: SolverOptions) -> None:
+    """Refuse what no model is needed to refuse.
+
+    Raises:
+        ArgumentError: budget, solver, time limit or gap cannot be used.
+    """
+    check_budget(budget_gb, budget)
+    get_solver(options.solver)
+    check_limits(options.time_limit_s, options.gap)
+
+
+def _solved(model: nn.Module, call: TracedCall, allowed_bytes: int, options: SolverOptions) -> Solution:
+    problem = call.costed.problem.with_budget(allowed_bytes)
+    refuse_below_floor(problem, look_s=min(LEAST_BUDGET_S, options.time_limit_s))
+    solution = solve_problem(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap)
+    if solution.schedule is None or solution.status is Status.OVER_BUDGET:
+        raise infeasible(problem, solution)
+    logger.info(
+        "planned %s in %s by %s in %.1f s: %s, peak %s, overhead %.2f %%, gap %.2f %%",
+        type(model).__name__, size_text(allowed_bytes), solution.solver, solution.solve_s, solution.status.name.lower(),
+        size_text(solution.peak_bytes), 100 * solution.overhead, 100 * solution.gap,
+    )  # fmt: skip
+    return solution
+
+
+def refuse_below_floor(problem: Problem, look_s: float = 0.0) -> None:
+    """Say at once when the budget is below what no recomputation can lower; `look_s`: seconds to find what would do."""
+    graph = problem.graph
+    floor, at = peak_floor(problem)
+    if problem.budget_bytes >= floor:
+        return
+    gradients = sum(v.size_bytes for v in graph.values if v.kind == "gradients")
+    fixed = [(kind, size) for kind, size in (*graph.external, ("gradients", gradients)) if size]
+    total = sum(size for _, size in fixed)
+    node = graph.nodes[at] if at >= 0 else None
+    needed = f"at least {_exact(floor)} is needed (proven), to run {node.where() if node else 'the step'}"
+    if problem.budget_bytes < total:
+        parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in fixed)
+        needed = f"what lives at the end of every step alone is {parts} = {size_text(total)}, and {needed}"
+    least, advice = None, ". Raise the budget above that"
+    if look_s > 0:
+        least = some_plan(problem.with_budget(floor), time.perf_counter() + look_s).peak_bytes
+        advice = f"; the least budget for which a plan was found is {_exact(least)}. Raise the budget to that"
+    raise _refusal(
+        f"budget {size_text(problem.budget_bytes)} cannot be met: {needed}{advice}, or make the batch, the model or the "
+        "optimizer's state smaller; gcsolve.minimum_budget searches longer (`bytes`)",
+        problem,
+        least,
+        floor,
+        node,
+    )
+
+
+def _exact(size: int) -> str:
+    return f"{size_text(size)} ({size} bytes)"
+
+
+def infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget | UnsuitedSolver:
+    """The error that says why `solution` does not meet the budget."""
+    if solution.status is Status.UNSUITED:
+        return UnsuitedSolver(
+            f'solver={solution.solver!r} does not take a graph of {len(problem.graph.nodes)} ops; use solver="auto"'
+        )
+    node = problem.graph.nodes[solution.least_node] if solution.least_node is not None else None
+    floor, _ = peak_floor(problem)
+    least, at = solution.least_bytes, node.where() if node else "an op"
+    asked = f"budget {size_text(problem.budget_bytes)} cannot be met by {solution.solver}"
+    if solution.status is Status.TIME_LIMIT and least is None:
+        text = f"{asked} within the time limit; raise time_limit_s or the budget"
+    elif least is None:
+        text = f"{asked}; gcsolve.minimum_budget looks for the least that can (`bytes`)"
+    else:
+        text = (
+            f"{asked}: at least {_exact(floor)} is needed (proven), and the least budget for which it found a plan is "
+            f"{_exact(least)}, set by {at}; raise the budget to that"
+        )
+    return _refusal(text, problem, least, floor, node)
+
+
+def _refusal(
+    text: str, problem: Problem, least_bytes: int | None, floor_bytes: int, node: Node | None
+) -> InfeasibleBudget:
+    """The error with what would do, what is needed at the least, and the op, module and line that set it."""
+    return InfeasibleBudget(
+        text,
+        budget_bytes=problem.budget_bytes,
+        least_bytes=least_bytes,
+        floor_bytes=floor_bytes,
+        op=f"{node.name} ({node.op})" if node else "",
+        module=node.module if node else "",
+        source=node.source if node else "",
+    )
