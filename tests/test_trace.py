@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import gcsolve
+from gcsolve.capture.joint import ArgumentInput, BufferInput, ParameterInput
 from gcsolve.capture.trace import parse_example, trace
 from gcsolve.errors import ArgumentError, TraceError
 from gcsolve.util.tree import flatten, leaf_paths, skeleton, static_key, unflatten
@@ -27,24 +28,24 @@ def _x(*shape: int) -> torch.Tensor:
 
 def test_inputs_are_named_and_tied_weights_are_one() -> None:
     traced = trace(models.Tied(), (torch.arange(12).view(3, 4),), {})
-    kinds = [kind for kind, _ in traced.joint.inputs]
-    assert kinds.count("param") == 4  # both names of the tied weight are looked up; one of them is read
-    assert kinds.count("input") == 1
+    kinds = [type(source) for source in traced.joint.inputs]
+    assert kinds.count(ParameterInput) == 4  # both names of the tied weight are looked up; one of them is read
+    assert kinds.count(ArgumentInput) == 1
     assert traced.takes_gradient == (True,)
     assert len({at for at, _ in traced.joint.gradients}) == len(traced.joint.gradients)
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
     traced = trace(models.Frozen(), (_x(8, 16),), {})
-    graded = {traced.joint.inputs[at][1] for _, at in traced.joint.gradients}
-    assert graded == {f"model.top.layers.{i}.{p}" for i in range(2) for p in ("weight", "bias")}
+    graded = {traced.joint.inputs[at] for _, at in traced.joint.gradients}
+    assert graded == {ParameterInput(f"top.layers.{i}.{p}") for i in range(2) for p in ("weight", "bias")}
 
 
 def test_buffers_that_the_step_changes_are_listed() -> None:
     model = models.BatchNorm()
     traced = trace(model, (_x(4, 4, 8, 8),), {})
-    changed = {traced.joint.inputs[at][1].removeprefix("model.") for _, at in traced.joint.mutations}
-    assert changed == {name for name, _ in model.named_buffers()}
+    changed = {traced.joint.inputs[at] for _, at in traced.joint.mutations}
+    assert changed == {BufferInput(name) for name, _ in model.named_buffers()}
 
 
 def test_only_scalars_take_gradients_beside_a_loss() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import torch
 
+from gcsolve.capture.joint import GeneratorInput
 from gcsolve.errors import TraceError
 from gcsolve.util.source import PACKAGE, running_line
 
@@ -157,24 +158,24 @@ class StandIns:
     the graph by its seed.
 
     Args:
-        places: one (kind, place) a generator: ("source", index) of the call's, ("generator attribute", name) of the model's.
+        generators: those of the call and of the model, each with the input that a planned call finds it by.
     """
 
     _FIRST_SEED = 0x6C5F_0000_0000
 
-    def __init__(self, found: Mapping[tuple[str, Any], torch.Generator]) -> None:
-        self.places: list[tuple[str, Any]] = []
+    def __init__(self, generators: Mapping[GeneratorInput, torch.Generator]) -> None:
+        self.places: list[GeneratorInput] = []
         self.of: dict[int, torch.Generator] = {}  # id of the user's generator -> its stand-in
-        self._held = list(found.values())
-        for place, generator in found.items():
+        self._generators = list(generators.values())  # held, so that their ids stay their own
+        for place, generator in generators.items():
             if id(generator) not in self.of:
-                made = torch.Generator(generator.device)
-                made.manual_seed(self._FIRST_SEED + len(self.places))
-                self.of[id(generator)] = made
+                stand_in = torch.Generator(generator.device)
+                stand_in.manual_seed(self._FIRST_SEED + len(self.places))
+                self.of[id(generator)] = stand_in
                 self.places.append(place)
         self._states = [g.get_state() for g in self.of.values()]
 
-    def place(self, in_graph: torch.Generator) -> tuple[str, Any]:
+    def place(self, in_graph: torch.Generator) -> GeneratorInput:
         """Where a call finds the generator that the graph's stands for.
 
         Raises:

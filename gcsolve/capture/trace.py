@@ -27,14 +27,21 @@ from gcsolve.capture.fake_mode import TrueFakes, forget_fakes
 from gcsolve.capture.flat_module import Call, Flat, Seen
 from gcsolve.capture.generators import StandIns, draws_on_the_host, draws_refused, host_states, set_host_states
 from gcsolve.capture.hooks import HooksRefused, NewHook, refuse_hooks
-from gcsolve.capture.joint import Joint, capture_joint, fake_module, fake_tensor, summed_otherwise
+from gcsolve.capture.joint import (
+    ArgumentGenerator,
+    ArgumentInput,
+    AttributeGenerator,
+    AttributeInput,
+    BufferInput,
+    Joint,
+    summed_otherwise,
+)
+from gcsolve.capture.joint_trace import capture_joint, fake_module, fake_tensor
 from gcsolve.capture.module_state import Setting, attributes_of, changed_attribute, plain_attribute, set_attribute
 from gcsolve.capture.target_kernels import TargetKernels
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.util.source import is_user_file, shown_path
 from gcsolve.util.tree import Static, Template, flatten, leaf_paths, sources_of, unflatten
-
-PREFIX = "model."  # of every parameter and buffer name in the joint graph: the model is a child of `_Flat`
 
 
 @dataclass(frozen=True)
@@ -152,8 +159,10 @@ def _traced(
     context = Context.here()
     stand_ins = StandIns(
         {
-            **{("source", index): generator for index, generator in enumerate(sources_of(template))},
-            **{("generator", name): generator for name, generator in attributes_of(model, torch.Generator).items()},
+            **{ArgumentGenerator(index): generator for index, generator in enumerate(sources_of(template))},
+            **{
+                AttributeGenerator(name): generator for name, generator in attributes_of(model, torch.Generator).items()
+            },
         }
     )
     flat_inputs = list(tensors)
@@ -217,15 +226,19 @@ def _traced(
         _name_default_dtypes(joint)
     name_of = {at: name for name, at in attributes.items() if at >= len(tensors)}
     inputs = tuple(
-        ("attribute", name_of[name]) if kind == "input" and name in name_of else (kind, name)
-        for kind, name in joint.inputs
+        AttributeInput(name_of[source.index])
+        if isinstance(source, ArgumentInput) and source.index in name_of
+        else source
+        for source in joint.inputs
     )
     graph = joint.graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
-    counters = {str(name).removeprefix(PREFIX): at for at, (_, name) in zip(placeholders, inputs, strict=False)}
+    counters = {s.name: node for node, s in zip(placeholders, inputs, strict=False) if isinstance(s, BufferInput)}
     batchnorm.compute_factors(graph, cumulative, counters)
     read = {
-        name for node, (kind, name) in zip(placeholders, inputs, strict=False) if kind == "attribute" and node.users
+        source.name
+        for node, source in zip(placeholders, inputs, strict=False)
+        if isinstance(source, AttributeInput) and node.users
     }
     paths = {k: path for template in (seen.effects, seen.output) for k, path in leaf_paths(template).items()}
     names = leaf_paths(template)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,6 +21,16 @@ from gcsolve._torch import global_module_hooks, transform
 from gcsolve.capture.autocast import is_weight
 from gcsolve.capture.context import Context
 from gcsolve.capture.hooks import NewHook, hooks_token
+from gcsolve.capture.joint import (
+    ArgumentGenerator,
+    ArgumentInput,
+    AttributeGenerator,
+    AttributeInput,
+    BufferInput,
+    ConstantInput,
+    GraphInput,
+    ParameterInput,
+)
 from gcsolve.capture.module_state import (
     OWN_STATE,
     PLAIN,
@@ -32,7 +42,7 @@ from gcsolve.capture.module_state import (
     set_attribute,
     token,
 )
-from gcsolve.capture.trace import PREFIX, Trace
+from gcsolve.capture.trace import Trace
 from gcsolve.errors import ArgumentError, CallError
 from gcsolve.execution.gradient_handoff import block_goes_on
 from gcsolve.execution.step import Step
@@ -325,32 +335,69 @@ def collect(
     Raises:
         CallError: one of them is on meta, or on the CPU where the step has another device's kernels.
     """
-    modules = walk(model)
-    places: dict[str, Callable[[], Any]] = {
-        "param": lambda: {attribute_name(at, name): p for at, m in modules for name, p in m._parameters.items()},
-        "buffer": lambda: {attribute_name(at, name): b for at, m in modules for name, b in m._buffers.items()},
-        "constant": lambda: step.trace.joint.constants,
-        "input": lambda: tensors,
-        "source": lambda: sources,
-        "attribute": lambda: attributes_of(model, torch.Tensor),
-        "generator": lambda: attributes_of(model, torch.Generator),
-    }
-    where = {kind: places[kind]() for kind in {kind for kind, _ in step.trace.joint.inputs}}
-    found: list[Any] = []
-    for kind, name in step.trace.joint.inputs:
-        if kind == "attribute" and name in step.trace.replaced:
-            found.append(None)  # nothing reads it
+    sources_of_call = _Sources(model, tensors, sources, step.trace.joint.constants)
+    inputs: list[Any] = []
+    for source in step.trace.joint.inputs:
+        if isinstance(source, AttributeInput) and source.name in step.trace.replaced:
+            inputs.append(None)  # nothing reads it
             continue
-        value = where[kind][name.removeprefix(PREFIX) if kind in ("param", "buffer") else name]
+        value = sources_of_call.find(source)
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            raise CallError(
-                f"{kind} {name} is on meta: this plan can be read, not run; give the model real weights first"
-            )
+            raise CallError(f"{source} is on meta: this plan can be read, not run; give the model real weights first")
         if step.trace.target_only and isinstance(value, torch.Tensor) and value.device.type == "cpu":
             raise CallError(
-                f"{kind} {name} is on the CPU, and this plan has kernels of the device it is for that the CPU lacks "
+                f"{source} is on the CPU, and this plan has kernels of the device it is for that the CPU lacks "
                 f"({', '.join(step.trace.target_only)}): it can be read here, not run. On that device, move model and "
                 "inputs there and call again; to train on this CPU, plan with device='cpu'"
             )
-        found.append(value)
-    return found
+        inputs.append(value)
+    return inputs
+
+
+class _Sources:
+    """Where the inputs of a step are found in one call: the model as it is now, the arguments, and the step's constants."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: Sequence[torch.Tensor],
+        generators: Sequence[torch.Generator],
+        constants: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.model = model
+        self.tensors = tensors
+        self.generators = generators
+        self.constants = constants
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Any]:
+        return {attribute_name(path, name): p for path, m in walk(self.model) for name, p in m._parameters.items()}
+
+    @functools.cached_property
+    def buffers(self) -> dict[str, Any]:
+        return {attribute_name(path, name): b for path, m in walk(self.model) for name, b in m._buffers.items()}
+
+    @functools.cached_property
+    def tensor_attributes(self) -> dict[str, torch.Tensor]:
+        return attributes_of(self.model, torch.Tensor)
+
+    @functools.cached_property
+    def generator_attributes(self) -> dict[str, torch.Generator]:
+        return attributes_of(self.model, torch.Generator)
+
+    def find(self, source: GraphInput) -> Any:
+        match source:
+            case ParameterInput():
+                return self.parameters[source.name]
+            case BufferInput():
+                return self.buffers[source.name]
+            case ConstantInput():
+                return self.constants[source.name]
+            case ArgumentInput():
+                return self.tensors[source.index]
+            case AttributeInput():
+                return self.tensor_attributes[source.name]
+            case ArgumentGenerator():
+                return self.generators[source.index]
+            case AttributeGenerator():
+                return self.generator_attributes[source.name]

@@ -18,6 +18,7 @@ from torch import fx
 from gcsolve._torch import below_autograd, disable_autocast
 from gcsolve.capture.autocast import first_cast_in_backward
 from gcsolve.capture.context import Context
+from gcsolve.capture.joint import GraphOutput, InputItself, ViewOfInput, ViewOfOutput
 from gcsolve.capture.trace import Trace
 from gcsolve.errors import CallError
 from gcsolve.execution.emit import Emitted
@@ -57,13 +58,15 @@ class Step:
         returned = _Function.apply(_Call(self, inputs), *(t for i, t in enumerate(inputs) if i in wanted))
         outputs: list[torch.Tensor] = []
         for plan, differentiable in zip(joint.outputs, self.trace.differentiable, strict=True):
-            value = returned[plan.position]
-            if plan.kind == "input":
-                value = inputs[plan.base]
-            elif plan.kind == "view_of_input":
-                value = _viewed(inputs[plan.base], value)
-            elif plan.kind == "view_of_output":
-                value = _viewed(returned[plan.base], value)
+            match plan:
+                case GraphOutput():
+                    value = returned[plan.position]
+                case InputItself():
+                    value = inputs[plan.input]
+                case ViewOfInput():
+                    value = _viewed(inputs[plan.input], returned[plan.position])
+                case ViewOfOutput():
+                    value = _viewed(returned[plan.base], returned[plan.position])
             outputs.append(value.detach() if value.requires_grad and not differentiable else value)
         return self._guard_unplanned(outputs)
 
@@ -160,7 +163,7 @@ class _Function(torch.autograd.Function):
         ctx.save_for_backward(*results[n:], *(inputs[at] for at in emitted.backward_inputs if at not in written))
         # Neither what is written already nor an input itself, which autograd would detach where it stands.
         unsaid = {position for position, _ in joint.mutations}
-        unsaid |= {plan.position for plan in joint.outputs if plan.kind == "input"}
+        unsaid |= {plan.position for plan in joint.outputs if isinstance(plan, InputItself)}
         returned = _in_one_memory(
             [None if p in unsaid else r for p, r in enumerate(results[:n])],
             [plan.position for at, plan in enumerate(joint.outputs) if at in joint.parted],
@@ -250,7 +253,7 @@ class _Unplanned(torch.autograd.Function):
         if named:
             raise CallError(
                 f"a gradient arrived at {', '.join(named)}, which was planned without one because the model also returns a "
-                "scalar loss; call gcsolve.solve(..., grad_outputs='all') for a plan that takes it"
+                "scalar loss; call gcsolve.solve(..., backward_from='all') for a plan that takes it"
             )
         return (None, None, *(None for _ in gradients))
 

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from gcsolve._torch import storage_key
-from gcsolve.capture.joint import Joint
-from gcsolve.capture.trace import PREFIX, Trace
+from gcsolve.capture.joint import MODEL_PREFIX, GraphOutput, InputItself, Joint, ViewOfInput, ViewOfOutput
+from gcsolve.capture.trace import Trace
 from gcsolve.errors import TraceError
 from gcsolve.graph import Graph, Node, Value
 from gcsolve.ops.facts import is_random
@@ -372,13 +372,19 @@ class _Lowering:
         more: dict[str, fx.Node] = {}
         trace, graded = self.trace, {at for _, at in self.joint.gradients}
         for plan, takes, path in zip(self.joint.outputs, trace.takes_gradient, trace.output_paths, strict=True):
-            if takes and plan.kind != "value":
-                more[f"gradient of {path}"] = primals[plan.base] if plan.kind == "input" else made[plan.position]
-            if takes and plan.kind == "input" and plan.base not in graded:
-                more[f"gradient of {primals[plan.base].name}"] = primals[plan.base]
-            if takes and plan.kind.startswith("view"):
-                base = (made if plan.kind == "view_of_output" else primals)[plan.base]
-                more[f"gradient of {base.name} from its views"] = base
+            if not takes:
+                continue
+            match plan:
+                case GraphOutput():
+                    pass
+                case InputItself():
+                    more[f"gradient of {path}"] = primals[plan.input]
+                    if plan.input not in graded:
+                        more[f"gradient of {primals[plan.input].name}"] = primals[plan.input]
+                case ViewOfInput() | ViewOfOutput():
+                    more[f"gradient of {path}"] = made[plan.position]
+                    base = primals[plan.input] if isinstance(plan, ViewOfInput) else made[plan.base]
+                    more[f"gradient of {base.name} from its views"] = base
         for name, node in more.items():
             like = node.meta["val"]
             size = self.round_bytes(like.numel() * like.element_size())
@@ -443,7 +449,7 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    return path.removeprefix(PREFIX) if path != PREFIX[:-1] else ""
+    return path.removeprefix(MODEL_PREFIX) if path != MODEL_PREFIX[:-1] else ""
 
 
 def source_line(node: fx.Node) -> str:
