@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gcsolve.lowering.costed import Costed
-from gcsolve.lowering.lower import tensors_of
+from gcsolve.lowering.node_facts import tensors_of
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.simulate import Replay, simulate

@@ -55,7 +55,7 @@ def test_only_scalars_take_gradients_beside_a_loss() -> None:
 
 
 def test_every_op_of_the_forward_knows_its_module_and_the_users_line() -> None:
-    from gcsolve.lowering.lower import module_path, source_line
+    from gcsolve.lowering.node_facts import module_path, source_line
 
     traced = trace(models.MLP(2, 8), (_x(4, 8),), {})
     matmuls = [n for n in traced.joint.graph_module.graph.nodes if "addmm" in str(n.target)]

@@ -19,7 +19,7 @@ import torch
 from gcsolve.cost.devices import get_device
 from gcsolve.errors import ArgumentError, InfeasibleBudget
 from gcsolve.lowering.costed import Costed
-from gcsolve.lowering.lower import tensors_of
+from gcsolve.lowering.node_facts import tensors_of
 from gcsolve.plan_record import SolverOptions
 from gcsolve.report.tables import text_table
 from gcsolve.report.timeline import timeline

@@ -19,7 +19,8 @@ from gcsolve._torch import boxed_graph_module
 from gcsolve.capture.joint import Joint
 from gcsolve.errors import InvalidSchedule
 from gcsolve.execution.gradient_handoff import begun, first_sums
-from gcsolve.lowering.lower import Lowered, backward_nodes
+from gcsolve.lowering.lower import Lowered
+from gcsolve.lowering.node_facts import backward_nodes
 from gcsolve.ops.facts import generator_of
 from gcsolve.schedule import Action, Compute, Schedule
 

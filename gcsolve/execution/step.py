@@ -23,7 +23,7 @@ from gcsolve.capture.trace import Trace
 from gcsolve.errors import CallError
 from gcsolve.execution.emit import Emitted
 from gcsolve.execution.gradient_handoff import Handing
-from gcsolve.lowering.lower import source_line
+from gcsolve.lowering.node_facts import source_line
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import nn
 
 from gcsolve.capture.context import Context
 from gcsolve.graph import Node
-from gcsolve.lowering.lower import Lowered, tensor_text
+from gcsolve.lowering.lower import Lowered
+from gcsolve.lowering.node_facts import tensor_text
 from gcsolve.plan_record import PlanRecord
 from gcsolve.schedule import Compute
 from gcsolve.session import Session

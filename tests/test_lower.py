@@ -1,4 +1,4 @@
-"""from_fx: storages and views, what is pinned, what runs once, and the sinks that hold what others hold."""
+"""lower: storages and views, what is pinned, what runs once, and the sinks that hold what others hold."""
 
 from __future__ import annotations
 
