@@ -14,7 +14,7 @@ from typing import Any
 import gcsolve
 from gcsolve.errors import ArgumentError, GcsolveError
 from gcsolve.util.checks import whole
-from gcsolve.util.factory import made_by, named_factory
+from gcsolve.util.factory import call_factory, named_factory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +142,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     if arguments.verify is not None:
         whole("--verify", arguments.verify, least=1)
-    model, example_input, loss = made_by(named_factory(arguments.target))
+    model, example_input, loss = call_factory(named_factory(arguments.target))
     size = {"budget_gb": arguments.budget_gb}
     if arguments.budget is not None:
         size = {"budget": _budget(arguments.budget)}
@@ -161,7 +161,7 @@ def _compare(arguments: argparse.Namespace) -> None:
         from gcsolve.report.figures import refuse_unknown_format
 
         refuse_unknown_format("--plot", arguments.plot)
-    model, example_input, loss = made_by(named_factory(arguments.target))
+    model, example_input, loss = call_factory(named_factory(arguments.target))
     found = gcsolve.compare(
         model,
         example_input,

@@ -29,7 +29,7 @@ from gcsolve.solver.base import Solver
 from gcsolve.solver.front import solve_problem
 from gcsolve.solver.minimum import alive_at_least, peak_floor
 from gcsolve.util.checks import whole
-from gcsolve.util.factory import RETURNS, Made, factory_name, made_by, parameters_of
+from gcsolve.util.factory import RETURNS, FactoryResult, call_factory, factory_name, parameters_of
 from gcsolve.util.progress import shown
 from gcsolve.util.sizes import size_text
 
@@ -218,13 +218,13 @@ def _keywords(factory: Callable[..., Any], seq: int | None) -> dict[str, int]:
     return asked
 
 
-def _made(factory: Callable[..., Any], keywords: dict[str, int], device: Any) -> Made:
+def _made(factory: Callable[..., Any], keywords: dict[str, int], device: Any) -> FactoryResult:
     """(model, example_input, loss) from the factory, on meta where the device is not this CPU."""
     if device is not None and get_device(device).kind != "cpu":
         # It may look at a number while it builds the model, which shows in errors of many kinds.
         with contextlib.suppress(Exception), torch.device("meta"):
-            return made_by(factory, keywords)
-    return made_by(factory, keywords)
+            return call_factory(factory, keywords)
+    return call_factory(factory, keywords)
 
 
 def _searched(sizes: list[int], found: dict[int, FitRow], memory: list[tuple[str, int]]) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""A function of the user's that makes a model: called, and what goes wrong in it told with its name, the call and the line."""
+"""The user's factory, a function that returns a model: found by name, checked and called; errors name the call and the line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from gcsolve.errors import ArgumentError, GcsolveError
 
 RETURNS = "(model, example_input) or (model, example_input, loss)"
 
-Made = tuple[Any, Any, Callable[[Any], Any] | None]  # model, example_input, loss
+FactoryResult = tuple[Any, Any, Callable[[Any], Any] | None]  # (model, example_input, loss)
 
 
 def named_factory(target: str) -> Callable[..., Any]:
-    """The function that "module:function" names; modules are looked for in the current folder too.
+    """The function that `target`, of the form "module:function", names; the current folder is on the module search path.
 
     Raises:
-        ArgumentError: there is no such module or function, or importing the module raises (which is the error's cause).
+        ArgumentError: `target` has another form, there is no such module or function, or importing the module raises
+            (that exception is the error's cause).
     """
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
@@ -47,29 +48,30 @@ def named_factory(target: str) -> Callable[..., Any]:
     return factory
 
 
-def made_by(factory: Callable[..., Any], keywords: Mapping[str, int] | None = None) -> Made:
-    """`factory(**keywords)` as (model, example_input, loss); loss None where it returns none.
+def call_factory(factory: Callable[..., Any], keywords: Mapping[str, int] | None = None) -> FactoryResult:
+    """`factory(**keywords)` as (model, example_input, loss); the loss is None if the factory returns only the first two.
 
     Raises:
-        ArgumentError: it does not take these arguments, raises (which is the error's cause), or returns something else. What
-            gcsolve raises within it passes.
+        ArgumentError: the factory does not accept these arguments, raises (that exception is the error's cause), or returns
+            something else.
+        GcsolveError: raised by gcsolve inside the factory, and passed on unchanged.
     """
     keywords = keywords or {}
     call = f"{factory_name(factory)}({', '.join(f'{k}={v}' for k, v in keywords.items())})"
-    _refuse_other_arguments(factory, call, keywords)
+    _check_signature(factory, call, keywords)
     try:
-        made = factory(**keywords)
+        result = factory(**keywords)
     except GcsolveError:
         raise
     except Exception as error:
         raise ArgumentError(f"the factory {call} {_raised(error)}") from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ArgumentError(f"the factory {call} returned {type(made).__name__}; it must return {RETURNS}")
-    return made[0], made[1], made[2] if len(made) == 3 else None
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ArgumentError(f"the factory {call} returned {type(result).__name__}; it must return {RETURNS}")
+    return result[0], result[1], result[2] if len(result) == 3 else None
 
 
 def factory_name(factory: Callable[..., Any]) -> str:
-    """As on the command line: "my_models:small"."""
+    """The factory's name as the command line writes it: "my_models:small"."""
     while isinstance(factory, functools.partial):
         factory = factory.func
     kind: Any = factory if hasattr(factory, "__qualname__") else type(factory)
@@ -77,27 +79,29 @@ def factory_name(factory: Callable[..., Any]) -> str:
 
 
 def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Its parameters; None for a callable that does not tell (some written in C)."""
+    """The factory's parameters by name; None for a callable without a signature (some that are written in C)."""
     try:
         return inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return None
 
 
-def _refuse_other_arguments(factory: Callable[..., Any], call: str, keywords: Mapping[str, int]) -> None:
-    taken = parameters_of(factory)
-    if taken is None:
+def _check_signature(factory: Callable[..., Any], call: str, keywords: Mapping[str, int]) -> None:
+    """Raise `ArgumentError` if `factory(**keywords)` does not match the factory's signature; `call` is its text."""
+    parameters = parameters_of(factory)
+    if parameters is None:
         return
     try:
         inspect.signature(factory).bind(**keywords)
     except TypeError as error:
         raise ArgumentError(
-            f"the factory takes ({', '.join(map(str, taken.values()))}), and it is called as {call}: {error}. Give "
+            f"the factory takes ({', '.join(map(str, parameters.values()))}), and it is called as {call}: {error}. Give "
             "what is missing a default"
         ) from error
 
 
 def _raised(error: Exception) -> str:
+    """The exception as the end of a sentence: "raised ValueError at models.py:3: bad width"."""
     from gcsolve.util.source import user_line
 
     line = user_line(error)

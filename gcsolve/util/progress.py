@@ -1,6 +1,6 @@
-"""What long work shows while it runs, and only to a person: on standard error in a terminal, below the cell in a notebook.
+"""Progress of long work, shown to a person only: on standard error in a terminal, below the cell in a notebook.
 
-In a notebook rich draws by ipywidgets; where these are not installed, one line of text stands in the cell's output and is
+In a notebook, rich draws with ipywidgets. Without ipywidgets, one line of text in the cell's output takes its place, and is
 emptied at the end.
 """
 
@@ -18,14 +18,15 @@ from gcsolve.errors import ArgumentError
 _BAR_WIDTH = 30
 
 
-def _watched(progress: bool | None) -> bool:
+def _is_shown(progress: bool | None) -> bool:
+    """Whether to show progress: as `progress` says, and for None if standard error is a terminal or a watched notebook."""
     if not isinstance(progress, (bool, type(None))):
         raise ArgumentError(f"progress={progress!r} must be True, False or None (shown to a terminal or notebook only)")
     return progress if progress is not None else sys.stderr.isatty() or _notebook_is_watched()
 
 
 def _shell() -> Any:
-    """The notebook's shell; None elsewhere."""
+    """IPython's shell if this process is a notebook's kernel, else None."""
     if "ipykernel" not in sys.modules:
         return None
     shell: Any = sys.modules["IPython"].get_ipython()  # type: ignore[attr-defined]
@@ -33,42 +34,43 @@ def _shell() -> Any:
 
 
 def _notebook_is_watched() -> bool:
-    """A front end with a person before it can be asked for input; what runs notebooks by itself (nbclient) cannot."""
+    """Whether a person sees this notebook: its front end then answers requests for input, which nbclient does not."""
     shell = _shell()
     return shell is not None and getattr(shell.kernel, "_allow_stdin", True)
 
 
-def _draws_text() -> bool:
+def _uses_text_line() -> bool:
+    """Whether this is a notebook in which rich cannot draw."""
     return _shell() is not None and importlib.util.find_spec("ipywidgets") is None
 
 
 @contextmanager
-def _line() -> Iterator[Callable[[str], None]]:
-    """A line of text below the notebook's cell; call what it gives with the text to stand there."""
+def _text_line() -> Iterator[Callable[[str], None]]:
+    """A line of text below the notebook's cell; yields the function that replaces its text."""
     from IPython.display import display
 
-    def shown_as(text: str) -> dict[str, str]:
+    def as_plain(text: str) -> dict[str, str]:
         return {"text/plain": text}
 
-    line: Any = display(shown_as(""), raw=True, display_id=True)
+    line: Any = display(as_plain(""), raw=True, display_id=True)
     try:
-        yield lambda text: line.update(shown_as(text), raw=True)
+        yield lambda text: line.update(as_plain(text), raw=True)
     finally:
-        line.update(shown_as(""), raw=True)
+        line.update(as_plain(""), raw=True)
 
 
 @contextmanager
 def shown(progress: bool | None, text: str) -> Iterator[None]:
-    """`text` stands there while the block runs.
+    """Show `text` while the block runs.
 
     Args:
-        progress: True or False; None: only when somebody watches.
+        progress: True, False, or None: only in a terminal or a notebook that a person watches.
     """
-    if not _watched(progress):
+    if not _is_shown(progress):
         yield
         return
-    if _draws_text():
-        with _line() as write:
+    if _uses_text_line():
+        with _text_line() as write:
             write(f"{text} …")
             yield
         return
@@ -80,12 +82,12 @@ def shown(progress: bool | None, text: str) -> Iterator[None]:
 
 @contextmanager
 def bar(progress: bool | None, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar of `total` steps; call what it gives with the name of each step as it begins."""
-    if not _watched(progress):
+    """Show a progress bar of `total` steps; yields a function to call with the name of each step when it begins."""
+    if not _is_shown(progress):
         yield lambda _text: None
         return
-    if _draws_text():
-        with _line() as write:
+    if _uses_text_line():
+        with _text_line() as write:
             yield _counted(lambda done, text: write(f"{_bar_text(done, total)} {done}/{total} {text}"))
         return
     from rich.console import Console
@@ -97,11 +99,12 @@ def bar(progress: bool | None, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _counted(draw: Callable[[int, str], Any]) -> Callable[[str], None]:
-    """What is called as each step begins: draws how many are done, and its name."""
-    done = itertools.count()
-    return lambda text: draw(next(done), text)
+    """A function of a step's name that calls `draw(number of steps begun before, name)`."""
+    steps_done = itertools.count()
+    return lambda text: draw(next(steps_done), text)
 
 
 def _bar_text(done: int, total: int) -> str:
+    """The bar of the text line, `_BAR_WIDTH` characters."""
     filled = _BAR_WIDTH * done // max(1, total)
     return "█" * filled + "░" * (_BAR_WIDTH - filled)
