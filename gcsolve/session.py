@@ -27,7 +27,7 @@ from gcsolve.cost.registry import get_cost
 from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
 from gcsolve.execution.emit import emit
 from gcsolve.execution.planned_module import Steps, is_planned, planned_module, settled_signature
-from gcsolve.execution.step import Step, tangent_likes
+from gcsolve.execution.step import Step
 from gcsolve.graph import Node
 from gcsolve.lowering.costed import Costed, costed, storage_bytes
 from gcsolve.plan_record import MinimumBudget, PlanRecord, SolverOptions
@@ -237,7 +237,7 @@ class TracedCall:
         """The emitted forward and backward of the solution's schedule."""
         assert solution.schedule is not None
         traced = self.costed.trace
-        return Step(traced, emit(traced.joint, self.costed.lowered, solution.schedule), tangent_likes(traced))
+        return Step(trace=traced, emitted=emit(traced.joint, self.costed.lowered, solution.schedule))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gcsolve
-from gcsolve.execution.emit import draw, replay, rng_state
+from gcsolve.execution.draws import draw, replay, rng_state
 from gcsolve.ops.peak_meter import PeakMeter
 from tests import models
 from tests.test_exact import KeepNothing

@@ -1,12 +1,13 @@
 """Several planned calls in one backward: the gradients of a weight are summed in eager's order and precision.
 
-Eager adds the gradients of a weight one by one, as the backward comes to its uses. A planned call has a sum of its own. So
-a call hands what it has on to the call before it, whose backward is still to come in the same pass of autograd, where
+Eager adds the gradients of a weight one by one, as the backward comes to its uses: those of the last call first. A planned
+call has a sum of its own. So a call passes its sum on to an earlier call, whose backward is still to come in the same pass
+of autograd, where
 
-- that call uses the weight more than once (tied weights): its own sum then begins with what it was handed;
-- both are in one autocast block, and it casts the weight. Eager casts a weight once in a block, and all gradients meet at
-  that cast in the lower precision, before their sum is cast back. Nothing is lost on the way: a gradient that was cast to
-  float32 holds the very numbers of the lower precision.
+- the earlier call uses the weight more than once (tied weights): its sum then continues the one that it received;
+- both calls are in one autocast block, which casts the weight. Eager casts a weight once in a block, and all gradients meet
+  at that cast in the lower precision, before their sum is cast back. Nothing is lost on the way: a gradient that was cast
+  to float32 holds the very numbers of the lower precision.
 """
 
 from __future__ import annotations
@@ -25,87 +26,107 @@ from torch import fx
 from gcsolve._torch import current_backward, is_sum_of_gradients, runs_in_this_backward
 from gcsolve.capture.joint import Joint
 
-Handed = dict[int, torch.Tensor]
-"""Position of a weight among a call's inputs -> the sum of the gradients of later calls."""
+LaterSums = dict[int, torch.Tensor]
+"""Index of a weight among a call's inputs -> the sum of the gradients that later calls have of it."""
+
+
+# --- in the emitted backward ----------------------------------------------------------------------------------------------
 
 
 def first_sums(joint: Joint, backward: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """node that adds the first two gradients of an input, in the precision in which autograd sums them -> position of the
-    input; for the inputs that are used more than once."""
-    graph = joint.graph_module.graph
-    made: Any = graph.output_node().args[0]
-    primals = graph.find_nodes(op="placeholder")[: len(joint.inputs)]
+    """The nodes at which the sums of the gradients of inputs begin, for inputs that are used more than once.
+
+    Args:
+        backward: the nodes of the backward.
+
+    Returns:
+        node that adds the first two gradients of an input, in the precision in which autograd sums them -> index of the
+        input.
+    """
+    results: Any = joint.results
+    primals = joint.primal_nodes
     cast = dict(joint.cast_weights)
-    graded = _ancestors([made[position] for position in joint.tangents]) - set(backward)
-    found: dict[fx.Node, int] = {}
-    for position, at in joint.gradients:
-        node, read = made[position], primals[at]
-        if at in cast:
-            node = node.all_input_nodes[0]
-            read = next(user for user in read.users if user in graded)
-        uses = sum(user in graded for user in read.users)
-        sums = [node] if uses > 1 and is_sum_of_gradients(node) else []
-        while (
-            sums and len(sums) < uses - 1 and is_sum_of_gradients(first := sums[-1].args[0]) and len(first.users) == 1
-        ):
-            sums.append(first)  # nothing else reads it: what is added to it reaches no other gradient
-        if sums:
-            found[sums[-1]] = at
-    return found
+    differentiated = _ancestors([results[position] for position in joint.tangents]) - set(backward)
+    sums: dict[fx.Node, int] = {}
+    for position, index in joint.gradients:
+        total, used = results[position], primals[index]
+        if index in cast:
+            total = total.all_input_nodes[0]
+            used = next(user for user in used.users if user in differentiated)
+        n_uses = sum(user in differentiated for user in used.users)
+        if n_uses > 1 and is_sum_of_gradients(total):
+            sums[_first_of(total, n_uses - 1)] = index
+    return sums
+
+
+def _first_of(total: fx.Node, n_sums: int) -> fx.Node:
+    """The first of at most `n_sums` sums, each of the one before it and a gradient, that end in `total`. A sum that anything
+    else reads is not continued: what is added to it would reach another gradient too."""
+    for _ in range(n_sums - 1):
+        before: Any = total.args[0]
+        if not is_sum_of_gradients(before) or len(before.users) != 1:
+            break
+        total = before
+    return total
 
 
 def _ancestors(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    found, stack = set(nodes), list(nodes)
+    """The nodes and all that they depend on."""
+    ancestors, stack = set(nodes), list(nodes)
     while stack:
-        new = [node for node in stack.pop().all_input_nodes if node not in found]
-        found.update(new)
+        new = [node for node in stack.pop().all_input_nodes if node not in ancestors]
+        ancestors.update(new)
         stack += new
-    return found
+    return ancestors
 
 
-def begun(gradient: torch.Tensor, handed: Handed, at: int) -> torch.Tensor:
-    """The first gradient of a sum, added to what was handed for it."""
-    so_far = handed.pop(at, None)
-    return gradient if so_far is None else so_far + gradient
+def continue_sum(gradient: torch.Tensor, later_sums: LaterSums, index: int) -> torch.Tensor:
+    """The first gradient of a sum, added to the sum of later calls where there is one."""
+    later = later_sums.pop(index, None)
+    return gradient if later is None else later + gradient
+
+
+# --- autocast blocks ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Block:
-    """`cast`: autograd's node of a cast that autocast keeps as long as the block lasts."""
+    """An autocast block, known by autograd's node of a cast that autocast keeps as long as the block lasts."""
 
     cast: Any
 
 
-class _Here(threading.local):
-    """Of this thread: the last block by what is cast to what, and autograd's nodes of the calls that take what is handed."""
+class _ThreadState(threading.local):
+    """Of one thread: the last autocast block for each device and dtype that is cast to, and autograd's nodes of the planned
+    calls that can receive sums."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[torch.device, torch.dtype], _Block] = {}
         self.calls: list[weakref.ref[Any]] = []
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
 @contextlib.contextmanager
-def block_goes_on() -> Iterator[None]:
-    """Planning makes autocast forget its casts; the autocast block around it is the same afterwards."""
-    lasting = [(key, block) for key, block in _here.blocks.items() if _cast_of_block(*key) is block.cast]
+def autocast_block_kept() -> Iterator[None]:
+    """Planning makes autocast forget its casts; after this block, the autocast block around it is known as the same."""
+    lasting = [(key, block) for key, block in _thread.blocks.items() if _cast_of_block(*key) is block.cast]
     yield
     for key, block in lasting:
         block.cast = _cast_of_block(*key)
 
 
-def _block(device: torch.device, dtype: torch.dtype) -> _Block:
+def _current_block(device: torch.device, dtype: torch.dtype) -> _Block:
     cast = _cast_of_block(device, dtype)
-    block = _here.blocks.get((device, dtype))
+    block = _thread.blocks.get((device, dtype))
     if block is None or block.cast is not cast:
-        block = _here.blocks[device, dtype] = _Block(cast)
+        block = _thread.blocks[device, dtype] = _Block(cast)
     return block
 
 
 def _cast_of_block(device: torch.device, dtype: torch.dtype) -> Any:
-    """Autograd's node of one cast, always the same, that autocast keeps until the outermost block ends."""
+    """Autograd's node of the cast of a probe: autocast keeps that cast until the outermost block ends."""
     weight = _probe(device)
     with torch.enable_grad(), torch.autocast(device.type, dtype):
         return torch.mm(weight, weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -116,14 +137,17 @@ def _probe(device: torch.device) -> torch.Tensor:
     return torch.ones(1, 1, device=device, requires_grad=True)
 
 
-class Handing:
-    """What one planned call hands on and is handed; autograd's node of the call holds it as `handing`.
+# --- from call to call ----------------------------------------------------------------------------------------------------
+
+
+class GradientHandoff:
+    """The sums that one planned call receives and passes on; autograd's node of the call holds it as `handoff`.
 
     Args:
         node: that node.
-        weights: what the call has gradients of, by position among its inputs.
-        cast: those that autocast casts for all their uses -> the dtype that it casts them to.
-        sums: those whose sum begins with what the call is handed.
+        weights: the inputs that the call has gradients of, by their index.
+        cast: index of each that autocast casts once for all its uses -> the dtype that it casts to.
+        continued: indices of those whose sum continues the sum of later calls.
     """
 
     def __init__(
@@ -131,55 +155,63 @@ class Handing:
         node: Any,
         weights: Mapping[int, torch.Tensor],
         cast: Mapping[int, torch.dtype],
-        sums: Collection[int],
+        continued: Collection[int],
     ) -> None:
-        self.earlier = _here.calls = [call for call in _here.calls if call() is not None]
+        self.earlier = _thread.calls = [call for call in _thread.calls if call() is not None]
         self.cast = cast
-        self.handed: dict[int, Handed] = {}
+        self.received: dict[int, LaterSums] = {}  # by the pass of autograd
         self.last_backward = -1
-        self.keys: dict[int, Any] = {}
-        if not (cast or sums or self.earlier):
+        self.keys: dict[int, Any] = {}  # the same for two calls where they sum the gradients of one weight together
+        if not (cast or continued or self.earlier):
             return
-        blocks = {place: _block(*place) for place in {(weights[at].device, dtype) for at, dtype in cast.items()}}
-        for at, weight in weights.items():
+        places = {(weights[index].device, dtype) for index, dtype in cast.items()}
+        blocks = {place: _current_block(*place) for place in places}
+        for index, weight in weights.items():
             if weight.is_leaf:  # autograd's graph holds on to it, so that its id stays its own
-                self.keys[at] = id(weight), blocks[weight.device, cast[at]] if at in cast else None
-        self.takes = {self.keys[at]: at for at in {*cast, *sums} if at in self.keys}
-        if self.takes:
-            _here.calls = [*self.earlier, weakref.ref(node)]
+                self.keys[index] = id(weight), blocks[weight.device, cast[index]] if index in cast else None
+        self.receivable = {self.keys[index]: index for index in {*cast, *continued} if index in self.keys}
+        if self.receivable:
+            _thread.calls = [*self.earlier, weakref.ref(node)]
 
-    def take(self) -> Handed:
-        """What this call was handed in the pass of autograd that is under way."""
+    def receive(self) -> LaterSums:
+        """The sums that later calls have passed on to this one in the pass of autograd that is under way."""
         self.last_backward = current_backward()
-        return self.handed.pop(self.last_backward, {})
+        return self.received.pop(self.last_backward, {})
 
-    def hand_on(self, gradients: Mapping[int, torch.Tensor | None], handed: Handed) -> dict[int, torch.Tensor | None]:
-        """What autograd is to be given of those gradients; `handed` is what none of them has begun with."""
+    def pass_on(
+        self, gradients: Mapping[int, torch.Tensor | None], later_sums: LaterSums
+    ) -> dict[int, torch.Tensor | None]:
+        """The gradients that autograd is to be given; the others are passed on to earlier calls.
+
+        Args:
+            gradients: the call's own, by the index of the input.
+            later_sums: those that were received, and that none of `gradients` continues.
+        """
         given = dict(gradients)
-        for at, so_far in handed.items():
-            own = gradients[at]
-            given[at] = (so_far if own is None else so_far + own.to(so_far.dtype)).to(torch.float32)
-        for at, key in self.keys.items() if self.earlier else ():
-            gradient = given[at]
-            to_come = None if gradient is None else self._to_come(key)
-            if gradient is not None and to_come is not None:
-                into = to_come.handed.setdefault(self.last_backward, {})
-                low = gradient.to(self.cast.get(at, gradient.dtype))
-                there = into.get(to_come.takes[key])
-                into[to_come.takes[key]] = low if there is None else there + low
-                given[at] = None
+        for index, later in later_sums.items():
+            own = gradients[index]
+            given[index] = (later if own is None else later + own.to(later.dtype)).to(torch.float32)
+        for index, key in self.keys.items() if self.earlier else ():
+            gradient = given[index]
+            receiver = None if gradient is None else self._receiver(key)
+            if gradient is not None and receiver is not None:
+                sums = receiver.received.setdefault(self.last_backward, {})
+                place = receiver.receivable[key]
+                low = gradient.to(self.cast.get(index, gradient.dtype))
+                sums[place] = sums[place] + low if place in sums else low
+                given[index] = None
         return given
 
-    def _to_come(self, key: Any) -> Handing | None:
-        """The last call before this one that takes it and whose backward comes later in this pass."""
+    def _receiver(self, key: Any) -> GradientHandoff | None:
+        """The last call before this one that can receive that sum and whose backward comes later in this pass."""
         for call in reversed(self.earlier):
             node = call()
-            taker: Handing | None = None if node is None else node.handing
+            handoff: GradientHandoff | None = None if node is None else node.handoff
             if (
-                taker
-                and key in taker.takes
-                and taker.last_backward != self.last_backward
+                handoff
+                and key in handoff.receivable
+                and handoff.last_backward != self.last_backward
                 and runs_in_this_backward(node)
             ):
-                return taker
+                return handoff
         return None

@@ -44,7 +44,7 @@ from gcsolve.capture.module_state import (
 )
 from gcsolve.capture.trace import Trace
 from gcsolve.errors import ArgumentError, CallError
-from gcsolve.execution.gradient_handoff import block_goes_on
+from gcsolve.execution.gradient_handoff import autocast_block_kept
 from gcsolve.execution.step import Step
 from gcsolve.util.tree import Template, flatten, merged, sources_of, static_key, unflatten
 
@@ -310,7 +310,7 @@ def run(
     steps.set_up(model)
     step = steps.known(model, tensors, template)
     if step is None:
-        with block_goes_on():
+        with autocast_block_kept():
             step = steps.replan(model, args, kwargs)
         steps.add(settled_signature(model, step.trace, tensors, template), step)
         steps.set_up(model)
