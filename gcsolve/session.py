@@ -26,7 +26,8 @@ from gcsolve.cost.optimizer_memory import named_optimizer
 from gcsolve.cost.registry import get_cost
 from gcsolve.errors import ArgumentError, InfeasibleBudget, UnsuitedSolver
 from gcsolve.execution.emit import emit
-from gcsolve.execution.planned_module import Steps, is_planned, planned_module, settled_signature
+from gcsolve.execution.planned_module import Steps, is_planned, planned_module
+from gcsolve.execution.signature import settled_signature
 from gcsolve.execution.step import Step
 from gcsolve.graph import Node
 from gcsolve.lowering.costed import Costed, costed, storage_bytes

@@ -22,7 +22,7 @@ from gcsolve.cost.base import CostModel
 from gcsolve.cost.optimizer_memory import make_optimizer
 from gcsolve.cost.registry import get_cost
 from gcsolve.errors import ArgumentError, InvalidSchedule, PlanMismatch
-from gcsolve.execution.planned_module import settled_signature
+from gcsolve.execution.signature import settled_signature
 from gcsolve.lowering.costed import Costed
 from gcsolve.lowering.lower import Lowered
 from gcsolve.plan_record import SolverOptions

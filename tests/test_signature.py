@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch import nn
 
-from gcsolve.execution.planned_module import Remembered, signature, walk
+from gcsolve.execution.signature import AttributeCache, signature, walk
 from gcsolve.util.tree import flatten
 
 
@@ -23,12 +23,12 @@ class Scaled(nn.Module):
 
 
 def keys_of(model):
-    """A function: the key of a call of `model` as it is then, with what was remembered from the calls before."""
+    """A function: the key of a call of `model` as it is then, with what is known from the calls before."""
     tensors, template = flatten(((torch.ones(2, 4),), {}), "call")
-    remembered = Remembered()
+    attributes = AttributeCache()
 
     def key():
-        found = signature(model, tensors, template, remembered)
+        found = signature(model, tensors, template, attributes)
         assert found == signature(model, tensors, template)  # as without any memory
         return found
 
@@ -87,7 +87,7 @@ def test_every_change_is_seen():
 
 
 def test_a_number_in_the_place_of_another_is_seen():
-    """Floats come and go at the same addresses; what is remembered holds on to those that it knows by theirs."""
+    """Floats come and go at the same addresses; the cache holds on to those that it knows by theirs."""
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     key = keys_of(model)
     for n in range(2000):
