@@ -15,18 +15,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributions
 import torch.utils._pytree as pytree
 from torch import _C, fx
 from torch._C import _autograd, _profiler
+from torch._functorch import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors as aot_descriptors
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import wrap_with_autocast
-from torch._library import simple_registry
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import _symbolic_trace
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules import module as global_hooks
@@ -44,15 +46,11 @@ __all__ = [
     "ShapeEnv",
     "TracingContext",
     "aot_descriptors",
-    "as_eager_kernels",
-    "as_in_eager",
-    "backends_left_on",
     "aot_export_joint_with_descriptors",
     "below_autograd",
     "boxed_graph_module",
     "current_backward",
     "disable_autocast",
-    "draws_kept",
     "global_module_hooks",
     "is_autocast_region",
     "is_compiled",
@@ -69,8 +67,6 @@ __all__ = [
     "storage_key",
     "tracing",
     "transform",
-    "unchecked_conditions",
-    "unordered_checks",
     "tree_map_only",
     "view_like",
     "weights_cast",
@@ -86,18 +82,6 @@ def view_like(op: OpOverload) -> bool:
 
 
 # --- tracing and emitting -------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def as_in_eager() -> Iterator[None]:
-    """Models ask torch whether they are being compiled or exported and then take another way (Hugging Face's attention
-    makes a mask that eager skips); in this block the answer is no, so that what is traced is what eager runs."""
-    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
 
 
 @contextlib.contextmanager
@@ -121,96 +105,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
-
-
-_REWRITTEN = re.compile(r"_?upsample_.*|matmul|multi_margin_loss|multilabel_margin_loss_forward")
-_OF_CPU = re.compile(r"lstm|rnn_tanh|rnn_relu|gru|gru_cell|bilinear")
-_rewriting = threading.RLock()
-
-
-@contextlib.contextmanager
-def as_eager_kernels(of_cpu: Mapping[OpOverload, Callable[..., Any]] | None) -> Iterator[None]:
-    """While it traces, torch writes some ops in terms of others (interpolation as index arithmetic, above all), which round
-    otherwise and take more memory than the kernel that eager runs; in this block it does not.
-
-    Args:
-        of_cpu: what some ops are traced as where not as their own kernels (recurrent layers); None: as torch writes them.
-    """
-    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    names = _REWRITTEN if of_cpu is None else re.compile(f"{_REWRITTEN.pattern}|{_OF_CPU.pattern}")
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if names.fullmatch(name)]
-    ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    with _rewriting:  # the tables are one for all threads
-        taken = [(op, key, op.py_kernels.pop(key, None)) for op in ops for key in keys]
-        for op, _, _ in taken:
-            op._dispatch_cache.clear()
-        for op, kernel in (of_cpu or {}).items():
-            op.py_kernels.update(dict.fromkeys(keys, kernel))
-        try:
-            yield
-        finally:
-            for op, key, kernel in taken:
-                op.py_kernels.pop(key, None)
-                if kernel is not None:
-                    op.py_kernels[key] = kernel
-                op._dispatch_cache.clear()
-
-
-@contextlib.contextmanager
-def backends_left_on() -> Iterator[None]:
-    """`torch.export` switches oneDNN, NNPACK and cuDNN off while it traces, for the whole process: other threads would take
-    other kernels meanwhile. In this block it does not, for this thread; what is traced has no kernels yet."""
-    from torch.export import _trace as export_trace  # takes a second, and not every use of gcsolve traces
-
-    here, original = threading.get_ident(), export_trace._ignore_backend_decomps
-
-    def left_on() -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if threading.get_ident() == here else original()
-
-    export_trace._ignore_backend_decomps = left_on
-    try:
-        yield
-    finally:
-        export_trace._ignore_backend_decomps = original
-
-
-def draws_kept() -> contextlib.AbstractContextManager[Any]:
-    """Tracing drops random ops whose results nothing reads, though they move the generator; in this block it keeps them."""
-    from torch._inductor import config as inductor_config  # takes a second, and not every use of gcsolve traces
-
-    return inductor_config.patch(fallback_random=True)
-
-
-@contextlib.contextmanager
-def unordered_checks() -> Iterator[None]:
-    """torch threads a token through a trace for the op that checks whether linear algebra succeeded (torch 2.14), so that it
-    stays; in this block it is an op without a result, which is dropped."""
-    effect: Any = getattr(simple_registry.singleton.find("aten::_linalg_check_errors"), "effect", None)
-    before = getattr(effect, "_effect", None)
-    if before is not None:
-        effect._effect = None
-    try:
-        yield
-    finally:
-        if before is not None:
-            effect._effect = before
-
-
-@contextlib.contextmanager
-def unchecked_conditions() -> Iterator[None]:
-    """Models have torch check a condition that only values tell (Hugging Face's, that a text has a place for each part of
-    its images), and go on when it holds; in this block, of this thread, it is taken to hold."""
-    here, original = threading.get_ident(), torch._check_tensor_all_with
-
-    def check(error_type: Any, cond: torch.Tensor, message: Any = None) -> None:
-        if threading.get_ident() != here:
-            original(error_type, cond, message)
-
-    torch._check_tensor_all_with = check
-    try:
-        yield
-    finally:
-        torch._check_tensor_all_with = original
 
 
 def is_autocast_region(target: Any) -> bool:
@@ -324,6 +218,91 @@ def boxed_graph_module(root: Any, graph: fx.Graph, name: str) -> fx.GraphModule:
 def no_modes() -> contextlib.AbstractContextManager[Any]:
     """No tracing, fake or other dispatch mode in this block: tensors made here are real."""
     return _disable_current_modes()
+
+
+# --- what a trace replaces in torch (`capture/patches.py` says by what, and why): owner and name --------------------------
+
+
+def _export() -> Any:
+    from torch.export import _trace  # takes a second to import, and not every use of gcsolve traces
+
+    return _trace
+
+
+def _inductor_settings() -> type:
+    from torch._inductor import config  # takes a second to import
+
+    return type(config)
+
+
+VALUE_CHECK = (torch, "_check_tensor_all_with")
+DISTRIBUTION_CHECKS = (torch.distributions.Distribution, "_validate_args")
+EFFECT_OF_OP = (lambda: sys.modules["torch._higher_order_ops.effects"], "_get_effect")
+EXPORT_SWITCHES = (_export, ("_ignore_backend_decomps", "_compiling_state_context", "_override_builtin_ops"))
+METHODS_OF_FX = (_symbolic_trace._Patcher, "patch_method")
+GENERATOR_STATE_KEPT = (aot_autograd, "preserve_rng_state")
+MOCK_IN_AOT = (aot_autograd, "patch")
+RANDOM_OPS_SETTING = (type(functorch_config), "functionalize_rng_ops")
+BACKWARD_AUTOCAST_SETTING = (type(functorch_config), "backward_pass_autocast")
+UNREAD_DRAWS_SETTING = (_inductor_settings, "fallback_random")
+
+_REWRITTEN = re.compile(r"_?upsample_.*|matmul|multi_margin_loss|multilabel_margin_loss_forward")
+_REWRITTEN_FOR_CPU = re.compile(r"lstm|rnn_tanh|rnn_relu|gru|gru_cell|bilinear")
+_REWRITING_KEYS = (_C.DispatchKey.Autograd, _C.DispatchKey.CompositeImplicitAutograd)
+
+
+def rewritten_ops() -> list[OpOverload]:
+    """The ops that torch writes in terms of others while it traces, though eager runs a kernel of their own."""
+    return _ops_named(_REWRITTEN)
+
+
+def rewritten_for_cpu() -> list[OpOverload]:
+    """Of recurrent layers and bilinear maps, the same: these have kernels of their own on the CPU alone."""
+    return _ops_named(_REWRITTEN_FOR_CPU)
+
+
+def _ops_named(names: re.Pattern[str]) -> list[OpOverload]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if names.fullmatch(name)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+KERNELS_OF_OP, KERNEL_CACHE_OF_OP = "py_kernels", "_dispatch_cache"
+
+
+def with_kernel(kernels: Mapping[Any, Any], kernel: Callable[..., Any] | None) -> dict[Any, Any]:
+    """An op's `KERNELS_OF_OP` without what torch would write in its place; instead of that, `kernel`, unless it is None."""
+    others = {key: rewriting for key, rewriting in kernels.items() if key not in _REWRITING_KEYS}
+    return others if kernel is None else others | dict.fromkeys(_REWRITING_KEYS, kernel)
+
+
+@contextlib.contextmanager
+def kernels_looked_up(op: OpOverload) -> Iterator[None]:
+    """In this block torch looks the kernels of the op up at every call, in place of remembering them for all threads."""
+    remembered = op._dispatch_cache
+    op._dispatch_cache = _Forgetful()
+    try:
+        yield
+    finally:
+        remembered.clear()
+        op._dispatch_cache = remembered
+
+
+class _Forgetful(dict[Any, Any]):
+    """torch's C++ reads it past these methods: only a dictionary that stays empty answers every thread rightly."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def enter_as_no_grad(mode: torch.inference_mode) -> None:
+    """`mode.__enter__()`, of a `torch.no_grad` in place of an inference mode; its own `__exit__` ends it."""
+    state: Any = mode
+    state._inference_mode_context = torch.set_grad_enabled(not mode.mode)
+
+
+def op_name(op: Any) -> str:
+    """As "aten::add"; "" of what is no op of torch's dispatcher."""
+    return op.name().partition(".")[0] if isinstance(op, OpOverload) else ""
 
 
 # --- the profiler's memory events, without the rest of the profiler -------------------------------------------------

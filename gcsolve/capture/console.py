@@ -10,11 +10,12 @@ import contextlib
 import io
 import logging
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from gcsolve.capture.patches import During, patched
 
 _STDLIB = str(Path(logging.__file__).parent.parent)
 _SPEAK_FOR_THEMSELVES = (warnings.__file__, str(Path(logging.__file__).parent))  # their words are meant for one time
@@ -25,9 +26,13 @@ class Heard:
 
     def __init__(self, is_user_file: Callable[[str], bool]) -> None:
         self._is_user_file = is_user_file
-        self._thread = threading.get_ident()
         self._hushed = False
         self.at: tuple[str, int] | None = None
+        self.aside = io.StringIO()
+
+    def stream(self, stream: Any, aside: Any) -> Any:
+        """What stands for a stream of this process, in this thread: what torch and others have to say goes `aside`."""
+        return _Stream(self, stream, aside)
 
     def hush(self) -> None:
         """Drop what the user's code prints from now on: the same forward runs again."""
@@ -35,8 +40,6 @@ class Heard:
 
     def write(self, text: str, stream: Any, aside: Any) -> int:
         """Put `text` where it belongs: what torch and others have to say `aside`."""
-        if threading.get_ident() != self._thread:
-            return stream.write(text)
         at = self._user_line()
         if at is None:
             return aside.write(text)
@@ -77,22 +80,12 @@ def heard(is_user_file: Callable[[str], bool], shown_path: Callable[[str], str])
     Args:
         is_user_file: whether the code there is the user's; shown_path: its name for people.
     """
-    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("torch")]
-    awake = [logger for logger in loggers if not logger.disabled]
-    for logger in awake:
-        logger.disabled = True
-    found, errors = Heard(is_user_file), io.StringIO()
-    out: Any = _Stream(found, sys.stdout, sys.stdout)
-    err: Any = _Stream(found, sys.stderr, errors)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield found
-    finally:
-        for logger in awake:
-            logger.disabled = False
-    sys.stderr.write(errors.getvalue())  # what the model itself had to say
-    if found.at is not None:
-        file, line = found.at
+    prints = Heard(is_user_file)
+    with patched(During.MODEL_CODE, prints=prints):
+        yield prints
+    sys.stderr.write(prints.aside.getvalue())  # what the model itself had to say
+    if prints.at is not None:
+        file, line = prints.at
         warnings.warn_explicit(
             f"forward prints at {shown_path(file)}:{line}: that happens while it is planned, where tensors have shapes and no "
             "numbers, and not in a planned step. Print in the training loop, or in a hook on the model itself",

@@ -7,7 +7,6 @@ comes from constants alone, and is small, its real value is computed too and ask
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -142,22 +141,3 @@ class KnownValues(TorchFunctionMode):
                 return
         if isinstance(value, torch.Tensor) and value.shape == result.shape and value.dtype == result.dtype:
             self.values[result] = value
-
-    def __enter__(self) -> Any:
-        self._told = _tell_model_libraries(self)
-        return super().__enter__()
-
-    def __exit__(self, kind: Any, value: Any, tb: Any) -> None:
-        super().__exit__(kind, value, tb)
-        for module, name, original in self._told:
-            setattr(module, name, original)
-
-
-def _tell_model_libraries(known: KnownValues) -> list[tuple[Any, str, Any]]:
-    """transformers does not look at a fake tensor at all; let it look at those whose value is known."""
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_fake_tensor", None)
-    if original is None:
-        return []
-    module.is_fake_tensor = lambda x: original(x) and not known.knows(x)
-    return [(module, "is_fake_tensor", original)]

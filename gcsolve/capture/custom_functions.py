@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gcsolve._torch import pytree, storage_key
+from gcsolve.capture.patches import During, patched
 from gcsolve.errors import TraceError
 from gcsolve.util.source import running_line
 
@@ -53,8 +54,6 @@ def _nested(leaves: Sequence[Any], spec: Any, tensors: Sequence[torch.Tensor]) -
 class KeptFunctions:
     """The Function calls of one trace, for the thread that traces; `recording()` around the export, the whole around both
     stages.
-
-    Two exports do not record at once: the second waits, for `torch.autograd.Function` is one for all threads.
     """
 
     def __init__(self) -> None:
@@ -72,23 +71,23 @@ class KeptFunctions:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        with _one_at_a_time:
-            original: Any = vars(torch.autograd.Function)["apply"]
-
-            def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-                own = original.__get__(None, cls)
-                kept = getattr(_of_thread, "kept", None)
-                if kept is None or not kept.open or kwargs:
-                    return own(*args, **kwargs)
-                return _unchecked(*args) if cls is CheckpointFunction else kept.record(own, args)
-
-            torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        with patched(During.RECORDING, functions=self):
             self.open = True
             try:
                 yield
             finally:
                 self.open = False
-                torch.autograd.Function.apply = original
+
+    def recording_apply(self, original: Any) -> Any:
+        """`Function.apply` as a class method that records calls while `open`."""
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            own = original.__get__(None, cls)
+            if not self.open or kwargs:
+                return own(*args, **kwargs)
+            return _unchecked(*args) if cls is CheckpointFunction else self.record(own, args)
+
+        return classmethod(apply)
 
     def record(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call it through the op; what comes back nests as the Function's own result."""
@@ -117,7 +116,6 @@ def _unchecked(function: Callable[..., Any], _preserve_rng_state: bool, *args: A
 
 
 _of_thread = threading.local()
-_one_at_a_time = threading.RLock()
 
 _library = torch.library.Library("gcsolve", "DEF")
 _library.define("function(Tensor[] tensors, int call) -> Tensor[]")

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gcsolve._torch import as_in_eager, unchecked_conditions, weights_cast
+from gcsolve._torch import weights_cast
 from gcsolve.capture.constants import KnownValues
 from gcsolve.capture.custom_functions import ByHand
-from gcsolve.capture.generators import seeding_refused
 from gcsolve.capture.hooks import Hooks, NewHook
 from gcsolve.capture.module_state import Attributes, Setting, Written, attributes_of, set_attribute
-from gcsolve.capture.rehearsal import Rehearsed, inference_as_no_grad, unchecked_distributions
+from gcsolve.capture.patches import During, patched
+from gcsolve.capture.rehearsal import Rehearsed
 from gcsolve.capture.target_kernels import TargetKernels
 from gcsolve.errors import ArgumentError
 from gcsolve.util.source import code_name
@@ -106,13 +106,9 @@ class Flat(nn.Module):
             set_attribute(self.model, name, tensors[at])
         attributes, hooks = Attributes(self.model), Hooks(self.model)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(as_in_eager())
             stack.enter_context(weights_cast(once=call.casts_once))
-            stack.enter_context(unchecked_distributions())
-            stack.enter_context(unchecked_conditions())
-            stack.enter_context(seeding_refused())
-            stack.enter_context(inference_as_no_grad())
-            stack.enter_context(KnownValues())
+            known = stack.enter_context(KnownValues())
+            stack.enter_context(patched(During.FORWARD, known=known, kernels=call.kernels))
             stack.enter_context(ByHand())
             if call.kernels is not None:
                 stack.enter_context(call.kernels)

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -19,65 +19,71 @@ from gcsolve.capture.joint import GeneratorInput
 from gcsolve.errors import TraceError
 from gcsolve.util.source import PACKAGE, running_line
 
-_HOSTS: tuple[tuple[str, Any], ...] = (("random", random), ("numpy.random", numpy.random))
+HOSTS: tuple[Any, ...] = (random, numpy.random)
 
 _GLOBAL: tuple[Any, ...] = (random.random.__self__, numpy.random.rand.__self__)  # type: ignore[attr-defined]
 
-# The functions that draw from them, or seed them: id -> (function, name of the generator).
+# The functions that draw from the global generators of Python and numpy, or seed them: id -> (function, module's name).
 _DRAWS = {
-    id(function): (function, name)
-    for name, module in _HOSTS
+    id(function): (function, module.__name__)
+    for module in HOSTS
     for key, function in vars(module).items()
     if getattr(function, "__self__", None) in _GLOBAL or (module is numpy.random and key in ("seed", "ranf", "sample"))
     if key not in ("getstate", "get_state", "get_bit_generator")
 }
 
-_held_up: list[threading.Event] = []  # the ends of blocks that other threads' draws wait for
+_TORCH = str(Path(str(torch.__file__)).parent)
+
+
+def names_of_draws(module: ModuleType) -> list[str]:
+    """Names under which a module has such functions."""
+    return [name for name, function in list(vars(module).items()) if id(_undispatched(function)) in _DRAWS]
+
+
+def _undispatched(function: Any) -> Any:
+    """A function that is replaced already, as it was before."""
+    return getattr(function, "__wrapped__", function) if type(function) is FunctionType else function
+
+
+def draw_refused(draw: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """In place of a function that draws from a global generator, or seeds it: an error, since the draw would be baked into
+    the graph."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(_CALLER).f_code.co_filename.startswith(_TORCH):
+            return draw(*args, **kwargs)
+        raise draws_on_the_host([_DRAWS[id(_undispatched(draw))][1]], f" ({name}) at {running_line()}")
+
+    return refuse
+
+
+_CALLER = 2  # frames up from a replacement to the code that calls it: between them is the dispatcher
+
+_waited_for: list[threading.Event] = []  # the ends of blocks that other threads' draws wait for
 _PATIENCE_S = 5.0  # should forward itself wait for the thread that waits
 
-Place = tuple[Any, str, Any, str]  # module, name in it, function, the generator's name
+
+def waiting_for_others(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for threads that do not trace: they wait for the end of another thread's `draws_of_others_wait()`."""
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        for end in tuple(_waited_for):
+            end.wait(_PATIENCE_S)
+        return draw(*args, **kwargs)
+
+    return wait
 
 
 @contextlib.contextmanager
-def draws_refused(*, alone: bool = False) -> Iterator[None]:
-    """In this block, of this thread, a draw from Python's or numpy's global generator, or seeding it, is an error: it would
-    be baked into the graph.
-
-    Args:
-        alone: also by functions that modules have imported by their own names (looking for them takes a moment), and
-            another thread's draws wait for the end of the block, so that what moves a generator meanwhile is this thread.
-    """
-    modules = tuple(sys.modules.values()) if alone else tuple(module for _, module in _HOSTS)
-    places = [
-        (module, key, held, _DRAWS[id(held)][1])
-        for module in modules
-        if isinstance(module, ModuleType)
-        for key, held in list(vars(module).items())
-        if id(held) in _DRAWS
-    ]
-    here, over = threading.get_ident(), threading.Event()
-    if alone:
-        _held_up.append(over)
-
-    def refusing(original: Callable[..., Any], name: str, generator: str) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != here:
-                for block in tuple(_held_up):
-                    block.wait(_PATIENCE_S)
-                return original(*args, **kwargs)
-            if sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-                return original(*args, **kwargs)
-            raise draws_on_the_host([generator], f" ({name}) at {running_line()}")
-
-        return refuse
-
+def draws_of_others_wait() -> Iterator[None]:
+    """In this block, what moves a global generator of Python or numpy is this thread."""
+    end = threading.Event()
+    _waited_for.append(end)
     try:
-        with _replaced(places, refusing):
-            yield
+        yield
     finally:
-        over.set()
-        if alone:
-            _held_up.remove(over)
+        end.set()
+        _waited_for.remove(end)
 
 
 def draws_on_the_host(generators: Iterable[str], at: str = "") -> TraceError:
@@ -101,56 +107,25 @@ def set_host_states(states: Mapping[str, Any]) -> None:
         _SETTERS[name](state)
 
 
-@contextlib.contextmanager
-def _replaced(places: list[Place], by: Callable[[Callable[..., Any], str, str], Callable[..., Any]]) -> Iterator[None]:
-    for module, key, original, name in places:
-        setattr(module, key, by(original, key, name))
-    try:
-        yield
-    finally:
-        for module, key, original, _ in places:
-            setattr(module, key, original)
+def seeding_refused(seed: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """In place of a function that sets the state of torch's default generator: an error."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if _is_gcsolve(sys._getframe(_CALLER)):
+            return seed(*args, **kwargs)
+        raise TraceError(
+            f"forward calls torch.{name} at {running_line()}: a planned step would not. Seed outside forward, or draw from "
+            "a torch.Generator of your own (an argument or an attribute of the module)"
+        )
+
+    return refuse
 
 
-def _host_states() -> dict[str, Any]:
-    """State of Python's and of numpy's global generator, to compare."""
-    state: Any = numpy.random.get_state()
-    return {"random": random.getstate(), "numpy.random": (state[0], state[1].tobytes(), *state[2:])}
-
-
-def _called_by_gcsolve() -> bool:
-    """Whether it is this package that runs now: it runs ops once to measure them, from a state of its own."""
-    frame: Any = sys._getframe(2)
+def _is_gcsolve(frame: Any) -> bool:
+    """Whether it is this package that runs there, through torch: it runs ops once to measure them, from a state of its own."""
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, contextlib.__file__)):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
-
-
-_TORCH = str(Path(str(torch.__file__)).parent)
-
-_SEEDING: list[Place] = [
-    (module, name, getattr(module, name), "")
-    for name in ("manual_seed", "set_rng_state", "seed")
-    for module in (torch, torch.random)
-]
-
-
-def seeding_refused() -> contextlib.AbstractContextManager[None]:
-    """In this block, of this thread, a call that sets the state of torch's default generator is an error."""
-    here = threading.get_ident()
-
-    def refusing(original: Callable[..., Any], name: str, _: str) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != here or _called_by_gcsolve():
-                return original(*args, **kwargs)
-            raise TraceError(
-                f"forward calls torch.{name} at {running_line()}: a planned step would not. Seed outside forward, or draw from "
-                "a torch.Generator of your own (an argument or an attribute of the module)"
-            )
-
-        return refuse
-
-    return _replaced(_SEEDING, refusing)
 
 
 class StandIns:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +23,7 @@ from gcsolve._torch import (
     TracingContext,
     aot_descriptors,
     aot_export_joint_with_descriptors,
-    as_eager_kernels,
-    backends_left_on,
-    draws_kept,
-    functorch_config,
     tracing,
-    unordered_checks,
     view_like,
 )
 from gcsolve.capture.autocast import share_casts
@@ -38,6 +32,7 @@ from gcsolve.capture.descriptors import as_joint
 from gcsolve.capture.generators import StandIns
 from gcsolve.capture.joint import GeneratorInput, Joint
 from gcsolve.capture.module_state import held_tensors
+from gcsolve.capture.patches import During, patched
 from gcsolve.capture.reached import REACHED
 from gcsolve.capture.recurrent import RECURRENT
 
@@ -133,16 +128,12 @@ def capture_joint(
     with contextlib.ExitStack() as around:
         around.enter_context(tracing(TracingContext(mode)))
         backward = "same_as_forward" if autocast_backward else "off"
-        around.enter_context(functorch_config.patch(functionalize_rng_ops=False, backward_pass_autocast=backward))
-        around.enter_context(as_eager_kernels({**RECURRENT, **REACHED} if on_cpu else None))
-        around.enter_context(unordered_checks())
-        around.enter_context(draws_kept())
-        around.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch's, about its export and our copy: nothing that the user could act on
+        kernels = {**RECURRENT, **REACHED} if on_cpu else None
+        around.enter_context(patched(During.CAPTURE, backward_autocast=backward, kernels_of_cpu=kernels))
         functions = around.enter_context(KeptFunctions())
         casts: dict[int, torch.dtype] = {}
         if exported:
-            with functions.recording(), backends_left_on():
+            with functions.recording():
                 program = torch.export.export(module, tuple(args), strict=False)
             module = program.module(check_guards=False)
             casts = share_casts(module, {at: args[at] for at in leaves})

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
-import torch.distributions
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -113,40 +109,3 @@ def _follows_from_values(result: Any) -> bool:
     """Whether a result is, or has in its shape, a number that only the values of tensors tell."""
     found = result.shape if isinstance(result, torch.Tensor) else (result,)
     return any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in found)
-
-
-@contextlib.contextmanager
-def unchecked_distributions() -> Iterator[None]:
-    """In this block, torch.distributions do not look at the values of their arguments, which a trace does not have."""
-    kind: Any = torch.distributions.Distribution
-    checks = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(checks)
-
-
-@contextlib.contextmanager
-def inference_as_no_grad() -> Iterator[None]:
-    """In this block, of this thread, `torch.inference_mode` is `torch.no_grad`: a trace knows the one, and loses the other."""
-    here, kind = threading.get_ident(), torch.inference_mode
-    enter, leave = kind.__enter__, kind.__exit__
-    entered: list[Any] = []
-
-    def enter_no_grad(self: Any) -> None:
-        if threading.get_ident() != here:
-            return enter(self)
-        entered.append(torch.set_grad_enabled(not self.mode))
-        return None
-
-    def leave_no_grad(self: Any, *error: Any) -> None:
-        if threading.get_ident() != here:
-            return leave(self, *error)
-        return entered.pop().__exit__(*error)
-
-    kind.__enter__, kind.__exit__ = enter_no_grad, leave_no_grad  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]

@@ -40,18 +40,11 @@ class TargetKernels(TorchFunctionMode):
         self._stand_in: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: self._attention}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stand_in = self._stand_in.get(func)
-        return (stand_in or func)(*args, **(kwargs or {}))
+        return self.stand_in(func)(*args, **(kwargs or {}))
 
-    def __enter__(self) -> Any:
-        # A mode is off inside the functions it has seen; nn.MultiheadAttention finds ours by this name.
-        self._patched = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = self._attention
-        return super().__enter__()
-
-    def __exit__(self, kind: Any, value: Any, tb: Any) -> None:
-        super().__exit__(kind, value, tb)
-        F.scaled_dot_product_attention = self._patched
+    def stand_in(self, function: Any) -> Callable[..., Any]:
+        """What is traced as the device's kernel of a torch function; the function itself where it is the same there."""
+        return self._stand_in[function] if function in self._stand_in else function  # noqa: SIM401
 
     def _attention(
         self,

@@ -7,9 +7,7 @@ or on meta, and a failed trace leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
-import gc
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +23,13 @@ from gcsolve.capture.custom_functions import KeptFunctions
 from gcsolve.capture.diagnostics import call_text, subject_text, worded
 from gcsolve.capture.fake_mode import TrueFakes, forget_fakes
 from gcsolve.capture.flat_module import Call, Flat, Seen
-from gcsolve.capture.generators import StandIns, draws_on_the_host, draws_refused, host_states, set_host_states
+from gcsolve.capture.generators import (
+    StandIns,
+    draws_of_others_wait,
+    draws_on_the_host,
+    host_states,
+    set_host_states,
+)
 from gcsolve.capture.hooks import HooksRefused, NewHook, refuse_hooks
 from gcsolve.capture.joint import (
     ArgumentGenerator,
@@ -38,6 +42,7 @@ from gcsolve.capture.joint import (
 )
 from gcsolve.capture.joint_trace import capture_joint, fake_module, fake_tensor
 from gcsolve.capture.module_state import Setting, attributes_of, changed_attribute, plain_attribute, set_attribute
+from gcsolve.capture.patches import During, patched
 from gcsolve.capture.target_kernels import TargetKernels
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.util.source import is_user_file, shown_path
@@ -126,24 +131,9 @@ def trace(
         _refuse_untraceable(model)
     _refuse_compiled(model)
     refuse_hooks(model)
-    # Export and what it sets in torch are for one thread at a time; a step is one of training, wherever it is planned.
-    with _TRACING, _uncollected(), torch.inference_mode(False), torch.enable_grad():
+    # A step is one of training, wherever it is planned.
+    with patched(During.TRACE), torch.inference_mode(False), torch.enable_grad():
         return _traced(model, args, kwargs, loss, all_outputs, kernels, autocast_backward)
-
-
-_TRACING = threading.RLock()
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """A trace makes objects by the million and drops few: looking through them again and again takes a sixth of its time."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
 
 
 def _traced(
@@ -185,7 +175,7 @@ def _traced(
     copied = _copied(mode, model, stand_ins.of)
     cumulative = batchnorm.mark(copied)
     flat = Flat(copied, call)
-    with draws_refused(), heard(is_user_file, shown_path) as prints:
+    with heard(is_user_file, shown_path) as prints:
         try:
             settings, filled = _rehearse(flat, mode, flat_inputs)
             prints.hush()
@@ -369,7 +359,7 @@ def _refuse_draws(flat: Flat, mode: Any, tensors: list[torch.Tensor], before: di
     moved = set(before)
     try:
         for _ in range(3):
-            with draws_refused(alone=True):
+            with draws_of_others_wait(), patched(During.ALONE):
                 held = host_states()
                 _run(flat, mode, tensors)
                 now = host_states()
