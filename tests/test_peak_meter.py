@@ -1,4 +1,4 @@
-"""measure.py: the peak meter against allocations whose sizes are known, and interleaved timing."""
+"""ops/peak_meter.py: peaks of allocations whose sizes are known, and interleaved timing."""
 
 from __future__ import annotations
 
