@@ -36,6 +36,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.module_tracker import ModuleTracker
 
 __all__ = [
+    "BACKWARD_AUTOCAST_SETTING",
+    "DISTRIBUTION_CHECKS",
+    "EFFECT_OF_OP",
+    "EXPORT_SWITCHES",
+    "GENERATOR_STATE_KEPT",
+    "KERNELS_OF_OP",
+    "KERNEL_CACHE_OF_OP",
+    "METHODS_OF_FX",
+    "MOCK_IN_AOT",
+    "RANDOM_OPS_SETTING",
+    "UNREAD_DRAWS_SETTING",
+    "VALUE_CHECK",
     "Casts",
     "FakeTensor",
     "FakeTensorMode",
@@ -51,16 +63,23 @@ __all__ = [
     "boxed_graph_module",
     "current_backward",
     "disable_autocast",
+    "enter_as_no_grad",
+    "forward_metadata",
+    "functorch_config",
     "global_module_hooks",
     "is_autocast_region",
     "is_compiled",
     "is_compiled_in_place",
     "is_of_backward",
+    "is_step_of_vmap",
     "is_sum_of_gradients",
-    "functorch_config",
+    "kernels_looked_up",
     "no_modes",
+    "op_name",
     "profiler_running",
     "pytree",
+    "rewritten_for_cpu",
+    "rewritten_ops",
     "runs_in_this_backward",
     "start_memory_profile",
     "stop_memory_profile",
@@ -70,6 +89,7 @@ __all__ = [
     "tree_map_only",
     "view_like",
     "weights_cast",
+    "with_kernel",
 ]
 
 _native: Any = _autograd  # its stubs are behind its signatures
@@ -146,6 +166,11 @@ def is_sum_of_gradients(node: Any) -> bool:
     return isinstance(node, fx.Node) and "is_gradient_acc" in node.meta and node.target is torch.ops.aten.add.Tensor
 
 
+def forward_metadata(captured: Any) -> Any:
+    """AOTAutograd's account of the inputs and outputs of the forward that it captured."""
+    return captured._aot_state.fw_metadata
+
+
 def is_of_backward(node: fx.Node) -> bool:
     """Whether a node of a joint graph was traced in its backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
@@ -172,6 +197,11 @@ def transform() -> str:
     functorch: Any = _C
     running = functorch._functorch.peek_interpreter_stack()
     return "" if running is None else running.key().name
+
+
+def is_step_of_vmap(function: Any) -> bool:
+    """Whether it is one of the functions that torch itself calls around a vmap."""
+    return getattr(function, "__module__", "") == "torch._functorch.predispatch"
 
 
 def storage_key(t: torch.Tensor) -> int:

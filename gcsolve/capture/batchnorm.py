@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from gcsolve._torch import OpOverload
+
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FIRST = 0.7310585786300049  # no momentum that anyone sets
 _STEP = 2.0**-30
@@ -46,7 +48,7 @@ def compute_factors(graph: fx.Graph, marked: Mapping[float, str], counters: Mapp
             node.args = tuple(factor if arg == marks[0] else arg for arg in node.args)
 
 
-def _call(graph: fx.Graph, op: torch._ops.OpOverload, source: fx.Node, **kwargs: Any) -> fx.Node:
+def _call(graph: fx.Graph, op: OpOverload, source: fx.Node, **kwargs: Any) -> fx.Node:
     made = graph.call_function(op, (source,), kwargs)
     value = source.meta["val"]
     with value.fake_mode:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gcsolve._torch import FakeTensor, OpOverload, OutputType, aot_descriptors, view_like
+from gcsolve._torch import FakeTensor, OpOverload, OutputType, aot_descriptors, forward_metadata, view_like
 from gcsolve.capture.joint import (
     MODEL_PREFIX,
     ArgumentInput,
@@ -55,7 +55,7 @@ def as_joint(captured: Any, module: nn.Module, args: Sequence[torch.Tensor], cas
         module, args: what was traced.
         casts: as `share_casts` returns them.
     """
-    metadata = captured._aot_state.fw_metadata
+    metadata = forward_metadata(captured)
     graph: fx.Graph = captured.graph_module.graph
     results: Any = graph.output_node().args[0]
     descriptions: Sequence[Any] = graph.output_node().meta["desc"]

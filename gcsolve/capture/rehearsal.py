@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from gcsolve._torch import transform, tree_map_only
+from gcsolve._torch import is_step_of_vmap, transform, tree_map_only
 from gcsolve.capture.module_state import PLAIN, held_tensors, shown, token
 from gcsolve.capture.unchecked import UNCHECKED
 from gcsolve.errors import TraceError
@@ -49,8 +49,8 @@ class Rehearsed(TorchFunctionMode):
                 "torch.autograd.grad, or plan the submodules beside it: model.part = gcsolve.solve(model.part, ...).module"
             )
         kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == "torch._functorch.predispatch":
-            return func(*args, **kwargs)  # torch's own steps around a vmap; the first one of a process makes one more
+        if is_step_of_vmap(func):
+            return func(*args, **kwargs)  # the first vmap of a process makes one more
         real: list[torch.Tensor] = []
 
         def described(t: torch.Tensor) -> Any:
