@@ -158,7 +158,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     _refuse_unwritable("--json", arguments.json)
     _refuse_unwritable("--plot", arguments.plot)
     if arguments.plot:
-        from gcsolve.report.figures import refuse_unknown_format
+        from gcsolve.report.axes import refuse_unknown_format
 
         refuse_unknown_format("--plot", arguments.plot)
     model, example_input, loss = call_factory(named_factory(arguments.target))

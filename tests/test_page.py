@@ -100,6 +100,7 @@ def test_what_is_alive_at_the_peak_and_why_in_two_clicks(plan: gcsolve.Plan, tab
     shown = [float(rows.nth(i).locator("td").first.get_attribute("data-v")) for i in range(rows.count())]
     assert sum(shown) == plan.peak_bytes
     first = sum(1 for _, size in plan.problem.graph.external if size)
+    assert shown[:first] == sorted(shown[:first], reverse=True)
     rows.nth(first).click()
     text = tab.inner_text("tr.why")
     assert "Why: " in text
@@ -107,11 +108,20 @@ def test_what_is_alive_at_the_peak_and_why_in_two_clicks(plan: gcsolve.Plan, tab
     assert "Read at: " in text
 
 
+def _bytes(text: str) -> float:
+    """ "parameters 1.5 MB" -> 1.5e6."""
+    number, unit = text.split()[-2:]
+    return float(number) * {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+
+
 def test_hover_says_op_module_source_and_bytes(tab: Any) -> None:
     tab.hover("#memory", position={"x": 500, "y": 100})
     text = tab.inner_text("#tip")
     assert re.match(r"(re)?run: ", text)
     assert "alive: " in text
+    sizes = [_bytes(part) for part in text.splitlines()[-1].split(", ")]
+    assert len(sizes) > 1
+    assert sizes == sorted(sizes, reverse=True)
     tab.hover("#lanes", position={"x": 500, "y": 40})
     text = tab.inner_text("#tip")
     assert "held since the forward" in text or "made again" in text

@@ -131,9 +131,28 @@ def test_a_budget_far_above_the_step_leaves_the_step_to_be_seen(plan: gcsolve.Pl
     assert page_data(plan)["top"] > plan.budget_bytes
 
 
+def test_a_frontier_is_drawn_from_its_figures_alone() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from gcsolve.report.frontier import Curve, Frontier, draw_frontier
+
+    curves = (Curve("auto", ((80_000_000, 0.02), (60_000_000, 0.1))), Curve("chen", ()))
+    frontier = Frontier(
+        model="GPT", device="a100-80gb", cost="roofline", baseline_peak_bytes=100_000_000, floor_bytes=40_000_000,
+        curves=curves, bounds={60_000_000: 0.08}, measured=True,
+    )  # fmt: skip
+    ax = draw_frontier(frontier)
+    said = " ".join(t.get_text() for t in _texts(ax))
+    for expected in ("GPT", "a100-80gb", "roofline", "peak of the step, MB (measured)", "auto"):
+        assert expected in said
+    assert "chen" not in said  # it has no plan
+    (stair,) = [line for line in ax.lines if line.get_drawstyle() == "steps-post"]
+    assert [list(line) for line in stair.get_data()] == [[60.0, 80.0, 100.0], [10.0, 2.0, 2.0]]
+    pyplot.close("all")
+
+
 def test_the_bound_of_a_larger_budget_holds_at_a_smaller_one() -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    from gcsolve.report.figures import draw_bound
+    from gcsolve.report.frontier import draw_bound
 
     ax = pyplot.subplots()[1]
     draw_bound(ax, {60: 0.1, 80: 0.2, 100: 0.0}, 50, 1.0)

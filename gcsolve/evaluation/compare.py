@@ -16,6 +16,7 @@ from torch import nn
 from gcsolve.errors import ArgumentError, InfeasibleBudget, SolverError
 from gcsolve.evaluation.verify import refuse_elsewhere, verify
 from gcsolve.plan_record import PlanRecord, SolverOptions
+from gcsolve.report.frontier import Curve, Frontier, draw_frontier
 from gcsolve.report.tables import html_table, text_table
 from gcsolve.session import Session, Settings, StepOptions, infeasible, refuse_below_floor
 from gcsolve.solver.base import Solution, Solver, Status
@@ -157,9 +158,26 @@ class Comparison:
         Raises:
             MissingBackend: matplotlib is not installed.
         """
-        from gcsolve.report.figures import frontier
+        return draw_frontier(self._frontier(), ax)
 
-        return frontier(self, ax)
+    def _frontier(self) -> Frontier:
+        """Measured peaks where they are known, else predicted ones; at each budget, the best bound of all solvers."""
+        points: dict[str, list[tuple[int, float]]] = {name: [] for name in self.solvers}
+        bounds: dict[int, float] = {}
+        for row in self.rows:
+            bounds[row.budget_bytes] = max(bounds.get(row.budget_bytes, 0.0), row.any_bound)
+            if row.overhead is not None and row.peak_bytes is not None:
+                points[row.solver].append((row.measured_peak_bytes or row.peak_bytes, row.overhead))
+        return Frontier(
+            model=self.model,
+            device=self.device,
+            cost=self.cost,
+            baseline_peak_bytes=self.baseline_peak_bytes,
+            floor_bytes=self.floor_bytes,
+            curves=tuple(Curve(solver, tuple(plans)) for solver, plans in points.items()),
+            bounds=bounds,
+            measured=self.measured,
+        )
 
     def _repr_html_(self) -> str:
         parts = [f"<p>{self._title()}</p>", html_table(*self._matrix())]

@@ -1,1 +1,1 @@
-"""Plans and comparisons as tables, figures and a page. Nothing here decides anything."""
+"""Plans and comparisons as tables, figures and a page: they show what a `PlanRecord` or a `Frontier` says."""

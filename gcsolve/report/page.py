@@ -7,32 +7,33 @@ import json
 import os
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gcsolve.plan_record import PlanRecord
 from gcsolve.report.colours import COLOURS
 from gcsolve.report.tables import html_table
-from gcsolve.report.timeline import CATEGORIES, Timeline, shown_bytes, timeline
-from gcsolve.schedule import schedule_from_order
+from gcsolve.report.timeline import CATEGORIES, Timeline, shown_bytes, store_all_timeline, timeline
 from gcsolve.util.sizes import size_text
 
-if TYPE_CHECKING:
-    from gcsolve.plan import Plan
 
+def save_html(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
+    """Write the page to `path`: `page.html`, which lies beside this file, with the plan's data put into it.
 
-def save_html(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the page to `path`; `page.html` beside this file is its frame, and the plan's data is put into it."""
+    Raises:
+        OSError: the file cannot be written.
+    """
     frame = resources.files("gcsolve.report").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(plan), separators=(",", ":"), ensure_ascii=False)
     data = data.replace("<", "\\u003c")  # nothing in a name may end the script element
     Path(path).write_text(frame.replace("/*DATA*/", data), encoding="utf-8")
 
 
-def page_data(plan: Plan) -> dict[str, Any]:
+def page_data(plan: PlanRecord) -> dict[str, Any]:
     """What the page shows, as plain JSON values; times in the plan's cost unit."""
     problem, graph = plan.problem, plan.problem.graph
-    line, base = timeline(problem, plan.schedule), _store_all(plan)
+    line, store_all = timeline(problem, plan.schedule), store_all_timeline(problem)
     return {
-        "title": type(plan.session.model).__name__,
+        "title": plan.model_name,
         "summary": plan.summary(),
         "budget": plan.budget_bytes,
         "top": _top(plan),
@@ -46,7 +47,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "values": [[v.name, v.size_bytes, v.producer, int(v.pinned), v.kind] for v in graph.values],
         "runs": [[r.node, int(r.again), r.start, r.end, r.bytes] for r in line.runs],
         "lives": [[x.value, x.copy, x.category, x.first, x.last, x.reads] for x in line.lives],
-        "base": [[r.start, r.total_bytes] for r in base.runs],
+        "base": [[r.start, r.total_bytes] for r in store_all.runs],
         "backward": line.backward,
         "peak": line.peak,
         "decisions": [
@@ -56,23 +57,19 @@ def page_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _top(plan: Plan) -> float:
+def _top(plan: PlanRecord) -> float:
     """Bytes at the upper edge of a drawing of the plan."""
     return 1.05 * shown_bytes(plan.budget_bytes, max(plan.baseline_peak_bytes, plan.peak_bytes)) or 1.0
-
-
-def _store_all(plan: Plan) -> Timeline:
-    graph = plan.problem.graph
-    return timeline(plan.problem, schedule_from_order(graph, range(len(graph.nodes))))
 
 
 # --- in a notebook -----------------------------------------------------------------------------------------------------
 
 _COLUMNS, _PIXELS, _HEIGHT = 360, 2, 180
 _WIDTH = _COLUMNS * _PIXELS
+_BUDGET_COLOUR = "#009E73"
 
 
-def notebook_html(plan: Plan) -> str:
+def notebook_html(plan: PlanRecord) -> str:
     """The plan's figures as a table and its memory over the step as a small drawing."""
     rows = [
         ["peak", f"{size_text(plan.peak_bytes)} of budget {size_text(plan.budget_bytes)}"],
@@ -87,49 +84,29 @@ def notebook_html(plan: Plan) -> str:
         ],
         ["peak set by", plan.peak_at],
     ]
-    name = f"{type(plan.session.model).__name__}: {plan.solution.solver}, {plan.status.name.lower()}"
+    name = f"{plan.model_name}: {plan.solution.solver}, {plan.status.name.lower()}"
     return html_table([name, ""], rows) + _drawing(plan)
 
 
-def _drawing(plan: Plan) -> str:
+def _drawing(plan: PlanRecord) -> str:
     """Memory by category over the step as SVG: columns of equal time, each at its largest moment."""
-    line, base = timeline(plan.problem, plan.schedule), _store_all(plan)
-    end = max(line.runs[-1].end, base.runs[-1].end) or 1.0
+    line, store_all = timeline(plan.problem, plan.schedule), store_all_timeline(plan.problem)
+    end = max(line.runs[-1].end, store_all.runs[-1].end) or 1.0
     top = _top(plan)
-
-    def y(size: float) -> float:
-        return round(_HEIGHT * (1 - size / top), 1)
-
-    def stair(levels: list[int]) -> list[str]:
-        """Points of a step line over the columns, one pair where the level changes."""
-        points: list[str] = []
-        for i, level in enumerate(levels):
-            if i == 0 or level != levels[i - 1]:
-                points += [f"{i * _PIXELS},{y(levels[max(i - 1, 0)])}", f"{i * _PIXELS},{y(level)}"]
-        return [*points, f"{len(levels) * _PIXELS},{y(levels[-1])}"]
-
-    parts: list[str] = []
     columns = _columns(line, end)
-    below = [0] * _COLUMNS
-    for k, category in enumerate(CATEGORIES):
-        upper = [b + (row[k] if row else 0) for b, row in zip(below, columns, strict=True)]
-        if upper != below:
-            points = " ".join(stair(upper) + stair(below)[::-1])
-            parts.append(f'<polygon fill="{COLOURS[category]}" points="{points}"><title>{category}</title></polygon>')
-        below = upper
-    points = " ".join(stair([sum(row) for row in _columns(base, end) if row]))
-    parts.append(f'<polyline fill="none" stroke="#000" points="{points}"><title>store-all</title></polyline>')
-    level, budget = y(plan.budget_bytes), "budget"
+    totals = [sum(column) for column in _columns(store_all, end) if column]
+    points = " ".join(_stair(totals, top))
+    parts = [
+        *_layers(columns, top),
+        f'<polyline fill="none" stroke="#000" points="{points}"><title>store-all</title></polyline>',
+    ]
+    level, budget = _y(plan.budget_bytes, top), "budget"
     if level < 0:
         budget += f" {size_text(plan.budget_bytes)}: far above"
     else:
-        parts.append(
-            f'<line x1="0" x2="{_WIDTH}" y1="{level}" y2="{level}" stroke="#009E73" stroke-width="2" stroke-dasharray="8 4">'
-            f"<title>budget {size_text(plan.budget_bytes)}</title></line>"
-            f'<text x="4" y="{level - 5}" font-size="11" fill="#00704f">{size_text(plan.budget_bytes)}</text>'
-        )
-    seen = [i for i, row in enumerate(zip(*(c for c in columns if c), strict=True)) if any(row)]
-    keys = [(COLOURS[CATEGORIES[i]], CATEGORIES[i]) for i in seen] + [("#000", "store-all"), ("#009E73", budget)]
+        parts.append(_budget_line(plan.budget_bytes, level))
+    drawn = [i for i, row in enumerate(zip(*(c for c in columns if c), strict=True)) if any(row)]
+    keys = [(COLOURS[CATEGORIES[i]], CATEGORIES[i]) for i in drawn] + [("#000", "store-all"), (_BUDGET_COLOUR, budget)]
     legend = " ".join(
         f'<span style="white-space:nowrap"><span style="color:{c}">■</span> {html.escape(text)}</span>'
         for c, text in keys
@@ -139,14 +116,50 @@ def _drawing(plan: Plan) -> str:
     return f'<div>{svg}<div style="font-size:85%">{legend}</div></div>'
 
 
+def _layers(columns: list[tuple[int, ...] | None], top: float) -> list[str]:
+    """A polygon for each category that there are any bytes of, one upon the other."""
+    polygons: list[str] = []
+    below = [0] * _COLUMNS
+    for k, category in enumerate(CATEGORIES):
+        upper = [b + (column[k] if column else 0) for b, column in zip(below, columns, strict=True)]
+        if upper != below:
+            points = " ".join(_stair(upper, top) + _stair(below, top)[::-1])
+            polygons.append(
+                f'<polygon fill="{COLOURS[category]}" points="{points}"><title>{category}</title></polygon>'
+            )
+        below = upper
+    return polygons
+
+
+def _budget_line(budget_bytes: int, level: float) -> str:
+    return (
+        f'<line x1="0" x2="{_WIDTH}" y1="{level}" y2="{level}" stroke="{_BUDGET_COLOUR}" stroke-width="2" '
+        f'stroke-dasharray="8 4"><title>budget {size_text(budget_bytes)}</title></line>'
+        f'<text x="4" y="{level - 5}" font-size="11" fill="#00704f">{size_text(budget_bytes)}</text>'
+    )
+
+
+def _y(size_bytes: float, top: float) -> float:
+    return round(_HEIGHT * (1 - size_bytes / top), 1)
+
+
+def _stair(levels: list[int], top: float) -> list[str]:
+    """Points of a step line over the columns, one pair where the level changes."""
+    points: list[str] = []
+    for i, level in enumerate(levels):
+        if i == 0 or level != levels[i - 1]:
+            points += [f"{i * _PIXELS},{_y(levels[max(i - 1, 0)], top)}", f"{i * _PIXELS},{_y(level, top)}"]
+    return [*points, f"{len(levels) * _PIXELS},{_y(levels[-1], top)}"]
+
+
 def _columns(line: Timeline, end: float) -> list[tuple[int, ...] | None]:
     """Bytes by category in each of `_COLUMNS` equal spans of time, at the span's largest moment; None after the end."""
-    found: list[tuple[int, ...] | None] = [None] * _COLUMNS
+    columns: list[tuple[int, ...] | None] = [None] * _COLUMNS
     for run in line.runs:
         first = min(int(run.start / end * _COLUMNS), _COLUMNS - 1)
         last = min(int(run.end / end * _COLUMNS), _COLUMNS - 1)
         for i in range(first, last + 1):
-            held = found[i]
-            if held is None or sum(held) < run.total_bytes:
-                found[i] = run.bytes
-    return found
+            largest = columns[i]
+            if largest is None or sum(largest) < run.total_bytes:
+                columns[i] = run.bytes
+    return columns
