@@ -30,7 +30,7 @@ from gcsolve.errors import TraceError
 
 @dataclass(frozen=True)
 class _Primals:
-    """The forward's inputs, in order: AOTAutograd's description of each, what it stands for, and its tensor while tracing."""
+    """The forward's inputs: for each, AOTAutograd's descriptor, what it stands for, and its tensor while tracing."""
 
     descriptions: tuple[Any, ...]
     inputs: tuple[GraphInput, ...]
@@ -39,8 +39,14 @@ class _Primals:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Positions among the results: of the model's flat outputs (by their index), of what outputs are views of, of the new
-    content of inputs (with the index of each)."""
+    """Where the results of the forward stand among those of the graph.
+
+    Attributes:
+        outputs: index of a flat output of the model -> position.
+        bases: positions of tensors that the graph returns because outputs are views of them.
+        mutations: (position of its new content, index) for each input that forward changes.
+        n_results: how many results the forward has.
+    """
 
     outputs: Mapping[int, int]
     bases: tuple[int, ...]
@@ -112,7 +118,7 @@ def _primals(descriptions: Sequence[Any], module: nn.Module, args: Sequence[torc
                 f"the traced step has an input of kind {type(description).__name__}, which gcsolve cannot serve exactly; "
                 "if two inputs share memory and one is changed in place, pass a clone of one of them"
             )
-    return _Primals(tuple(descriptions), tuple(inputs), tuple(tensors))
+    return _Primals(descriptions=tuple(descriptions), inputs=tuple(inputs), tensors=tuple(tensors))
 
 
 def _forward(descriptions: Sequence[Any], primals: _Primals, metadata: Any) -> _Forward:
@@ -148,7 +154,7 @@ def _forward(descriptions: Sequence[Any], primals: _Primals, metadata: Any) -> _
             raise TraceError(
                 f"the traced step has an output of kind {type(description).__name__}, which gcsolve cannot serve exactly"
             )
-    return _Forward(outputs, tuple(bases), tuple(mutations), n_results)
+    return _Forward(outputs=outputs, bases=tuple(bases), mutations=tuple(mutations), n_results=n_results)
 
 
 def _cast_weights(
