@@ -1,14 +1,21 @@
-"""The first page is the README; its links to docs/ are links to here, and to files that are not here plain text."""
+"""Files outside docs/ that the site shows: the notebooks and two figures, where links from the repository's root lead to."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+SHOWN = ("notebooks/*.ipynb", "benchmarks/results/peers.png", "docs/figures/frontier.png")
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    if page.file.src_uri != "index.md":
-        return markdown
-    text = (Path(__file__).parent.parent / "README.md").read_text().replace("](docs/", "](")
-    return re.sub(r"(?<!!)\[([^]]*)\]\(((?:notebooks|benchmarks)/[^)]*)\)", r"\1 (`\2`)", text)
+@event_priority(100)  # before the plugin that renders notebooks
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for pattern in SHOWN:
+        for path in sorted(ROOT.glob(pattern)):
+            uri = path.relative_to(ROOT).as_posix()
+            files.append(File(uri, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
