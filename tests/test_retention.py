@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,7 +19,7 @@ from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solver.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status
-from gcsolve.solver.milp.highs import quiet
+from gcsolve.solver.milp.highs import STRAY_FILTER
 from gcsolve.solver.milp.one_rerun import Choices, Program
 from gcsolve.solver.minimum import minimum_peak, peak_floor
 from gcsolve.solver.retention import Retention, _Bounds
@@ -191,10 +195,50 @@ def test_a_deep_chain_does_not_recurse():
 
 
 def test_stray_lines_of_the_back_end_are_dropped_and_no_others(capfd: pytest.CaptureFixture[str]):
-    with quiet():
-        os.write(1, b"HighsMipSolverData::stray\nkept\n")
+    with STRAY_FILTER:
+        os.write(1, b"HighsMipSolverData::stray\nkept\nHighs")
+        os.write(1, b"MipSolverData::stray again\nin parts, ")
+        os.write(1, b"kept without an end")
+    print("; after")
+    assert capfd.readouterr().out == "kept\nin parts, kept without an end; after\n"
+
+
+def test_programs_in_several_threads_lose_no_line_of_anyones(capfd: pytest.CaptureFixture[str]):
+    """More threads than cores solve MILPs; one prints from Python, one past it, and a child process prints too."""
+    problem = training_chain(40, 0)
+    problem = problem.with_budget(
+        int(0.5 * simulate(problem, schedule_from_order(problem.graph, range(80))).peak_bytes)
+    )
+    filters: list[bool] = []
+    done = threading.Event()
+
+    def solve() -> None:
+        for _ in range(3):
+            Retention().solve(problem, time_limit_s=5, gap=0.0)
+
+    def write() -> None:
+        for i in itertools.count():
+            filters.append(STRAY_FILTER._open_blocks > 0)
+            os.write(1, f"by hand {i}\n".encode())
+            sys.stdout.write(f"printed {i}\n")  # in one piece
+            if done.wait(0.001):
+                return
+
+    solvers, writer = [threading.Thread(target=solve) for _ in range(4)], threading.Thread(target=write)
+    for thread in (writer, *solvers):
+        thread.start()
+    subprocess.run([sys.executable, "-c", "print('of a child')"], check=True)
+    for thread in solvers:
+        thread.join()
+    done.set()
+    writer.join()
     print("after")
-    assert capfd.readouterr().out == "kept\nafter\n"
+    lines = capfd.readouterr().out.splitlines()
+    assert any(filters)
+    assert sorted(lines[:-1]) == sorted(
+        ["of a child", *(f"{who} {i}" for i in range(len(filters)) for who in ("by hand", "printed"))]
+    )
+    assert lines[-1] == "after"
 
 
 def test_the_bound_of_a_class_that_the_plan_beats_is_not_its_gap():

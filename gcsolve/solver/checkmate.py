@@ -43,7 +43,7 @@ from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.solver.base import ASCENDING, Solution, Status, judged, unanswered
 from gcsolve.solver.greedy import greedy_order
-from gcsolve.solver.milp.one_rerun import BYTE_UNITS, ROW_SLACK, UNITS, add_row, run_model, weighted_sum
+from gcsolve.solver.milp.highs import BYTE_UNITS, ROW_SLACK, UNITS, add_row, run_model, weighted_sum
 from gcsolve.solver.search.order_replay import OrderReplay, OrderRun, best_order
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gcsolve.solver.milp.one_rerun import BYTE_UNITS, ROW_SLACK, UNITS, Choices, MipResult, run_model, weighted_sum
+from gcsolve.solver.milp.highs import BYTE_UNITS, ROW_SLACK, UNITS, MipResult, run_model, weighted_sum
+from gcsolve.solver.milp.one_rerun import Choices
 
 MOMENTS = 12
 """Moments whose LP relaxation is solved."""

@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gcsolve.problem import Problem
-from gcsolve.solver.milp.one_rerun import BYTE_UNITS, ROW_SLACK, UNITS, add_row, run_model, weighted_sum
+from gcsolve.solver.milp.highs import BYTE_UNITS, ROW_SLACK, UNITS, add_row, run_model, weighted_sum
 from gcsolve.solver.search.order_replay import OrderRun
 
 if TYPE_CHECKING:

@@ -6,16 +6,15 @@ left out is named where it is. The formulation stands at the head of `retention.
 
 from __future__ import annotations
 
-import datetime
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gcsolve.solver.milp.highs import quiet
+from gcsolve.solver.milp.highs import BYTE_UNITS, ROW_SLACK, UNITS, MipResult, add_row, run_model, weighted_sum
 from gcsolve.solver.search.kept_replay import NEVER, KeptReplay, KeptRun
 
 if TYPE_CHECKING:  # importing gcsolve loads no solver back end: functions that need it import it
@@ -23,9 +22,6 @@ if TYPE_CHECKING:  # importing gcsolve loads no solver back end: functions that 
 
     Linear = dict[mathopt.Variable, float]
 
-UNITS = 1000.0  # one step's cost in the program's units: keeps coefficients near 1
-BYTE_UNITS = 100.0  # the budget above external bytes, likewise
-ROW_SLACK = 1e-7  # memory rows are widened by this (of BYTE_UNITS): never cuts off a plan that fits exactly
 ROWS_A_ROUND = 6
 
 
@@ -126,17 +122,6 @@ class Choices:
         """Reruns done when backward node t runs are those done at this earlier node (-1: none)."""
         at = bisect_right(self.firsts, t)
         return self.firsts[at - 1] if at else -1
-
-
-@dataclass(frozen=True)
-class MipResult:
-    """`bound`: in overhead. `kept`: what the solution holds; None when none was found. `infeasible`: proven.
-    `finished`: the asked gap was reached."""
-
-    bound: float
-    kept: frozenset[Any] | None
-    infeasible: bool
-    finished: bool = False
 
 
 class Program:
@@ -367,50 +352,6 @@ def add_overflowing(program: Program, run: KeptRun, budget_bytes: int) -> int:
     return added
 
 
-def run_model(
-    model: mathopt.Model,
-    held: Mapping[Any, mathopt.Variable],
-    *,
-    time_limit_s: float,
-    abs_gap: float,
-    nodes: int | None = None,
-    hint: Mapping[mathopt.Variable, float] | None = None,
-    restart: bool = False,
-) -> MipResult:
-    """Minimise with HiGHS on one thread; `abs_gap` and the bound in objective / UNITS; `hint`: where to begin; `restart`:
-    it may begin anew from a smaller program, which takes twice the time or more where little is gained."""
-    from ortools.math_opt.python import mathopt
-
-    params = mathopt.SolveParameters(
-        time_limit=datetime.timedelta(seconds=max(0.05, time_limit_s)),
-        random_seed=0,
-        node_limit=nodes,
-        absolute_gap_tolerance=abs_gap * UNITS,
-        relative_gap_tolerance=0.0,
-    )
-    params.highs.int_options["threads"] = 1
-    params.highs.bool_options["mip_allow_restart"] = restart
-    begin = [mathopt.SolutionHint(variable_values=dict(hint))] if hint else []
-    with quiet():
-        result = mathopt.solve(
-            model,
-            mathopt.SolverType.HIGHS,
-            params=params,
-            model_params=mathopt.ModelSolveParameters(solution_hints=begin),
-        )
-    infeasible = result.termination.reason in (
-        mathopt.TerminationReason.INFEASIBLE,
-        mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
-    )
-    bound = result.termination.objective_bounds.dual_bound
-    bound = max(0.0, bound / UNITS) if math.isfinite(bound) else 0.0
-    if not result.has_primal_feasible_solution():
-        return MipResult(bound, None, infeasible)
-    values = result.variable_values()
-    finished = result.termination.reason == mathopt.TerminationReason.OPTIMAL
-    return MipResult(bound, frozenset(v for v, var in held.items() if values[var] > 0.5), False, finished)
-
-
 def _native_bytes(replay: KeptReplay, choices: dict[int, Choice]) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that every kept set has: while each node runs natively, and between a backward node and the one before.
 
@@ -435,20 +376,6 @@ def _native_bytes(replay: KeptReplay, choices: dict[int, Choice]) -> tuple[np.nd
             between[end + 1] -= value.size_bytes
     fixed = graph.external_bytes
     return np.cumsum(delta)[:n] + replay.workspace + fixed, np.cumsum(between)[:n] + fixed
-
-
-def weighted_sum(terms: Linear) -> mathopt.LinearBase:
-    from ortools.math_opt.python import mathopt
-
-    return mathopt.fast_sum([k * v for v, k in terms.items()])
-
-
-def add_row(model: mathopt.Model, terms: Linear, low: float, high: float) -> mathopt.LinearConstraint:
-    """low ≤ Σ terms ≤ high; several times faster than building the expression."""
-    row = model.add_linear_constraint(lb=low, ub=high)
-    for var, k in terms.items():
-        row.set_coefficient(var, k)
-    return row
 
 
 def _plus(terms: Linear, var: mathopt.Variable, k: float) -> None:
