@@ -45,6 +45,7 @@ __all__ = [
     "KERNEL_CACHE_OF_OP",
     "METHODS_OF_FX",
     "MOCK_IN_AOT",
+    "PACK_PADDED_SEQUENCE",
     "RANDOM_OPS_SETTING",
     "UNREAD_DRAWS_SETTING",
     "VALUE_CHECK",
@@ -275,6 +276,8 @@ MOCK_IN_AOT = (aot_autograd, "patch")
 RANDOM_OPS_SETTING = (type(functorch_config), "functionalize_rng_ops")
 BACKWARD_AUTOCAST_SETTING = (type(functorch_config), "backward_pass_autocast")
 UNREAD_DRAWS_SETTING = (_inductor_settings, "fallback_random")
+
+PACK_PADDED_SEQUENCE: Any = getattr(torch, "_pack_padded_sequence")  # noqa: B009 -- its stubs hide it
 
 _REWRITTEN = re.compile(r"_?upsample_.*|matmul|multi_margin_loss|multilabel_margin_loss_forward")
 _REWRITTEN_FOR_CPU = re.compile(r"lstm|rnn_tanh|rnn_relu|gru|gru_cell|bilinear")

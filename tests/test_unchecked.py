@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gcsolve
-from gcsolve.capture.unchecked import UNCHECKED
+from gcsolve.capture.replacements import value_checks
 from tests.training import Of, assert_same, x
 
 WAYS = list(itertools.product((True, False), (True, False), (None, 300, 700), (False, True)))
@@ -35,7 +35,7 @@ def test_istft_is_torchs(shape: tuple[int, ...], n_fft: int, hop_length: int | N
             masks = [torch.ones_like(frames.real, requires_grad=True) for _ in range(2)]
             outputs = [
                 istft(frames * mask, n_fft, **keywords)
-                for istft, mask in zip((torch.istft, UNCHECKED[torch.istft]), masks, strict=True)
+                for istft, mask in zip((torch.istft, value_checks.istft), masks, strict=True)
             ]
             for output in outputs:
                 output.abs().square().mean().backward()
@@ -46,7 +46,7 @@ def test_istft_is_torchs(shape: tuple[int, ...], n_fft: int, hop_length: int | N
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("variance", [(4, 8), (4,), (4, 1), None])
 def test_gaussian_nll_loss_is_torchs(variance: tuple[int, ...] | None, reduction: str) -> None:
-    known = UNCHECKED[F.gaussian_nll_loss]
+    known = value_checks.gaussian_nll_loss
     var: Any = 0.3 if variance is None else x(*variance).square()
     for full in (False, True):
         expected = F.gaussian_nll_loss(x(4, 8), x(4, 8) + 1, var, full=full, eps=0.1, reduction=reduction)
@@ -55,7 +55,7 @@ def test_gaussian_nll_loss_is_torchs(variance: tuple[int, ...] | None, reduction
 
 @pytest.mark.parametrize("call", [{"var": torch.ones(3, 8)}, {"var": torch.ones(4, 8), "reduction": "max"}])
 def test_what_gaussian_nll_loss_refuses_without_a_look_is_refused(call: dict[str, Any]) -> None:
-    for loss in (F.gaussian_nll_loss, UNCHECKED[F.gaussian_nll_loss]):
+    for loss in (F.gaussian_nll_loss, value_checks.gaussian_nll_loss):
         with pytest.raises(ValueError, match=r"^(var is of incorrect size|max is not valid)$"):
             loss(x(4, 8), x(4, 8), **call)
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from gcsolve._torch import Casts, FakeTensor, OpsSeen, is_autocast_region, is_of_backward, no_modes, pytree
-from gcsolve.capture.reached import REACHED_KERNELS
+from gcsolve.capture.replacements.bilinear import CAST_INSIDE
 
 
 def share_casts(module: fx.GraphModule, leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.dtype]:
@@ -124,7 +124,7 @@ def first_cast_in_backward(graph: fx.Graph, regions: Iterable[tuple[str, torch.d
 def _is_cast(node: fx.Node, regions: Iterable[tuple[str, torch.dtype]]) -> bool:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    if node.target in REACHED_KERNELS:
+    if node.target in CAST_INSIDE:
         return True
     if node.op != "call_function" or not operands or not isinstance(operands[0], FakeTensor):
         return False

@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from torch import fx, nn
 
@@ -33,8 +32,7 @@ from gcsolve.capture.generators import StandIns
 from gcsolve.capture.joint import GeneratorInput, Joint
 from gcsolve.capture.module_state import held_tensors
 from gcsolve.capture.patches import During, patched
-from gcsolve.capture.reached import REACHED
-from gcsolve.capture.recurrent import RECURRENT
+from gcsolve.capture.substitutions import When, substitutes
 
 
 def fake_tensor(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
@@ -59,43 +57,6 @@ def fake_module(mode: FakeTensorMode, model: nn.Module, generators: Mapping[int,
     for key, (_, tensor) in held_tensors(model).items():
         memo.setdefault(key, tensor)  # a tensor that hangs on a module in another way stays the very tensor it is
     return copy.deepcopy(model, memo)
-
-
-def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Dropout as eager computes it on the CPU.
-
-    Eager divides a mask of ones by 1-p, in the dtype of `x`, and multiplies `x` with it. The fused op that a trace has for
-    it multiplies by 1/(1-p), which in float32 is another number for some p. At p=1 eager draws nothing.
-    """
-    if x.device.type != "cpu" or train is False:
-        return NotImplemented
-    if p == 1:
-        return x * torch.zeros((), dtype=x.dtype), torch.zeros_like(x, dtype=torch.bool)
-    if x.dtype != torch.float32 or _same_scale(p):
-        return NotImplemented
-    mask = torch.ops.aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1.0 - p)
-    return x * mask.to(x.dtype).div(1.0 - p), mask
-
-
-def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
-    """The gradient of a dropout, with eager's scale: rounded as in `_dropout`, also in half precision, where the fused
-    backward does not round it."""
-    half = grad.dtype in (torch.bfloat16, torch.float16)
-    single = grad.dtype == torch.float32 and scale > 0 and not _same_scale(1.0 - 1.0 / scale)
-    if grad.device.type != "cpu" or not scale or not (half or single):
-        return NotImplemented
-    return grad * mask.to(grad.dtype).div(1.0 / scale)
-
-
-def _same_scale(p: float) -> bool:
-    """Whether 1/(1-p) rounded to float32 is 1 divided by 1-p in float32."""
-    return numpy.float32(1.0 / (1.0 - p)) == numpy.float32(1.0) / numpy.float32(1.0 - p)
-
-
-_AS_EAGER: Any = {
-    torch.ops.aten.native_dropout.default: _dropout,
-    torch.ops.aten.native_dropout_backward.default: _dropout_backward,
-}
 
 
 def capture_joint(
@@ -128,7 +89,7 @@ def capture_joint(
     with contextlib.ExitStack() as around:
         around.enter_context(tracing(TracingContext(mode)))
         backward = "same_as_forward" if autocast_backward else "off"
-        kernels = {**RECURRENT, **REACHED} if on_cpu else None
+        kernels = substitutes(When.DISPATCHED) if on_cpu else None
         around.enter_context(patched(During.CAPTURE, backward_autocast=backward, kernels_of_cpu=kernels))
         functions = around.enter_context(KeptFunctions())
         casts: dict[int, torch.dtype] = {}
@@ -138,9 +99,8 @@ def capture_joint(
             module = program.module(check_guards=False)
             casts = share_casts(module, {at: args[at] for at in leaves})
         with contextlib.ExitStack() as stack:
-            captured = aot_export_joint_with_descriptors(
-                stack, module, tuple(args), decompositions=_AS_EAGER if on_cpu else {}
-            )
+            decompositions: Any = substitutes(When.DECOMPOSED) if on_cpu else {}
+            captured = aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=decompositions)
     graph = captured.graph_module.graph
     _share_constants(graph)
     joint = as_joint(captured, module, args, casts)

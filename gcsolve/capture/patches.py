@@ -299,10 +299,10 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         F,
         "scaled_dot_product_attention",
-        lambda place, kernels: kernels.stand_in(place.original),
+        lambda place, kernels: kernels.substitute(place.original),
         During.FORWARD,
-        "A torch function mode is off inside the functions that it has seen; nn.MultiheadAttention finds the stand-in for "
-        "another device's kernel by this name.",
+        "A torch function mode is off inside the functions that it has seen; nn.MultiheadAttention finds another device's "
+        "kernel by this name.",
         needs="kernels",
     ),
     Patch(

@@ -11,14 +11,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from gcsolve._torch import is_step_of_vmap, transform, tree_map_only
 from gcsolve.capture.module_state import PLAIN, held_tensors, shown, token
-from gcsolve.capture.unchecked import UNCHECKED
+from gcsolve.capture.substitutions import When, substitutes
 from gcsolve.errors import TraceError
 from gcsolve.util.source import running_line
-
-_UNTRACED = {  # torch function -> its name for users, and what to do instead
-    "ctc_loss": ("ctc_loss", "Return the log-probabilities, and take the loss of the planned module's output"),
-    "_pack_padded_sequence": ("a packed sequence", "Pad and mask instead"),
-}
 
 
 class Rehearsed(TorchFunctionMode):
@@ -40,6 +35,7 @@ class Rehearsed(TorchFunctionMode):
         self.default_dtype = torch.get_default_dtype()
         self.sets_default_dtype = False
         self.value_line = ""
+        self.substitutes = substitutes(When.CALLED)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         under = transform()
@@ -62,18 +58,7 @@ class Rehearsed(TorchFunctionMode):
         made = (func, token(arguments, described, set()))
         self.sets_default_dtype |= torch.get_default_dtype() != self.default_dtype
         self.uses_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-        if getattr(func, "__name__", "") in _UNTRACED:
-            what, instead = _UNTRACED[func.__name__]
-            raise TraceError(
-                f"forward uses {what} at {running_line()}, which is not traced: shapes follow from the values of the lengths. "
-                f"{instead}, or plan the submodules around it: model.part = gcsolve.solve(model.part, ...).module"
-            )
-        if getattr(func, "__name__", "") == "linalg_polar" and torch.is_autocast_enabled("cpu"):
-            raise TraceError(
-                f"forward uses torch.linalg.polar at {running_line()} under autocast, which casts inside its kernel, where a "
-                "trace does not see it. Call it under torch.autocast(..., enabled=False)"
-            )
-        result = UNCHECKED.get(func, func)(*args, **kwargs)
+        result = self.substitutes.get(func, func)(*args, **kwargs)
         if not self.value_line and _follows_from_values(result):
             self.value_line = running_line()
         if isinstance(result, PLAIN) and result is not None:

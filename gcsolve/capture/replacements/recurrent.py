@@ -6,8 +6,7 @@ rounds the last few of a row otherwise than the last few of all. So here the gat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ def _cell(of_input: Tensor, of_state: Tensor, state: Tensor) -> Tensor:
     return (state - new) * update + new
 
 
-def _gru_cell(
+def gru_cell(
     x: Tensor,
     hx: Tensor,
     w_ih: Tensor,
@@ -34,7 +33,7 @@ def _gru_cell(
     return _cell(F.linear(x, w_ih, b_ih), F.linear(hx, w_hh, b_hh), hx)
 
 
-def _gru(
+def gru(
     x: Tensor,
     hx: Tensor,
     params: Sequence[Tensor],
@@ -64,6 +63,3 @@ def _gru(
         if train and dropout and layer + 1 < num_layers:
             sequence = torch.dropout(sequence, dropout, True)
     return sequence.transpose(0, 1) if batch_first else sequence, torch.stack(ends)
-
-
-RECURRENT: Mapping[Any, Any] = {torch.ops.aten.gru.input: _gru, torch.ops.aten.gru_cell.default: _gru_cell}

@@ -7,7 +7,7 @@ which is refused): so a sweep over torch's own samples of its ops has shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class _Trilinear(torch.autograd.Function):
         return (*made, None, None, None, None)
 
 
-def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As torch composes it."""
     flat = [t.reshape(-1, t.shape[-1]) for t in (input1, input2)]
     dims: Any = ([1, 3], [0], [1, 2], [2, 3])
@@ -69,5 +69,5 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
     return output if bias is None else output + bias
 
 
-REACHED: Mapping[Any, Callable[..., Any]] = {aten.bilinear.default: _bilinear}
-REACHED_KERNELS = frozenset({aten._trilinear.default, torch.ops.gcsolve.trilinear.default})
+CAST_INSIDE = frozenset({aten._trilinear.default, torch.ops.gcsolve.trilinear.default})
+"""The ops in which autocast casts, though they are on none of its lists."""

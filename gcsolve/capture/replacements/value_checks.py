@@ -7,8 +7,6 @@ nan. The ops are those that torch composes the functions of, in the same order, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 
 
-def _istft(
+def istft(
     input: Tensor,  # noqa: A002 -- as torch names it
     n_fft: int,
     hop_length: int | None = None,
@@ -58,7 +56,7 @@ def _istft(
     return F.pad(signal, [0, end - whole]) if end > whole else signal
 
 
-def _gaussian_nll_loss(
+def gaussian_nll_loss(
     input: Tensor,  # noqa: A002
     target: Tensor,
     var: Tensor | float,
@@ -83,10 +81,3 @@ def _gaussian_nll_loss(
     if full:
         loss += 0.5 * math.log(2 * math.pi)
     return {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[reduction]()
-
-
-UNCHECKED: Mapping[Any, Callable[..., Any]] = {
-    torch.istft: _istft,
-    torch.Tensor.istft: _istft,
-    F.gaussian_nll_loss: _gaussian_nll_loss,
-}

@@ -1,0 +1,1 @@
+"""The functions that are traced in place of others: `capture/substitutions.py` says which, when and why."""
