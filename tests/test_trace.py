@@ -7,14 +7,24 @@ import pprint
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import gcsolve
-from gcsolve.capture.joint import ArgumentInput, BufferInput, ParameterInput
+from gcsolve.capture.joint import (
+    ArgumentInput,
+    BufferInput,
+    GraphOutput,
+    InputItself,
+    Joint,
+    ParameterInput,
+    ViewOfInput,
+    summed_otherwise,
+)
 from gcsolve.capture.trace import parse_example, trace
 from gcsolve.errors import ArgumentError, TraceError
 from gcsolve.util.tree import flatten, leaf_paths, skeleton, static_key, unflatten
@@ -46,6 +56,27 @@ def test_buffers_that_the_step_changes_are_listed() -> None:
     traced = trace(model, (_x(4, 4, 8, 8),), {})
     changed = {traced.joint.inputs[at] for _, at in traced.joint.mutations}
     assert changed == {BufferInput(name) for name, _ in model.named_buffers()}
+
+
+def test_two_gradients_of_an_input_that_nothing_else_uses_are_summed_in_any_order() -> None:
+    """Whatever happens to the tangent of the result that has the input's index as its position."""
+    graph = fx.Graph()
+    x, tangent = graph.placeholder("x"), graph.placeholder("tangent")
+    total = graph.call_function(torch.ops.aten.add.Tensor, (tangent, tangent))
+    graph.output((x, x, x, total))
+    joint = Joint(
+        graph_module=fx.GraphModule({}, graph),
+        inputs=(ArgumentInput(0),),
+        cast_weights=(),
+        tangents=(0,),
+        outputs=(GraphOutput(0, True), InputItself(1, True, input=0), ViewOfInput(2, True, input=0)),
+        mutations=(),
+        gradients=(),
+        n_forward_outputs=3,
+        constants={},
+    )
+    assert summed_otherwise(joint) == frozenset()
+    assert summed_otherwise(replace(joint, gradients=((3, 0),))) == {1, 2}
 
 
 def test_only_scalars_take_gradients_beside_a_loss() -> None:

@@ -177,7 +177,7 @@ class Joint:
 
     @property
     def results(self) -> Sequence[fx.Node | None]:
-        """What the graph returns; None for the gradient of an input that does not depend on any tangent."""
+        """What the graph returns; None stands where an input has no gradient."""
         returned: Any = self.graph_module.graph.output_node().args[0]
         return returned
 
