@@ -30,14 +30,18 @@ import gcsolve
 from benchmarks import models
 from benchmarks.main_job import RESULTS, mb, say, table, where
 from gcsolve.problem import Problem
-from gcsolve.solver.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN
+from gcsolve.solver.base import Certificate
 from gcsolve.solver.minimum import minimum_peak
 
 SHARES = (0.7, 0.5, 0.3)
 DEVICE = "a100-80gb"
 GROWTH_LAYERS = (6, 12, 24, 48, 96)
 GROWTH_SHARE = 0.6
-CLASSES = {ANY_SCHEDULE: "any", ASCENDING: "ascending", ONE_RERUN: "one rerun"}
+CLASSES = {
+    str(Certificate.ANY_SCHEDULE): "any",
+    str(Certificate.ASCENDING): "ascending",
+    str(Certificate.ONE_RERUN): "one rerun",
+}
 HEADS = ("share", "MB", "overhead", "bound", "holds for", "any bound", "gap to it", "solve s", "greedy", "uniform √L")
 
 
@@ -156,7 +160,7 @@ def run_budget(problem: Problem, share: float, full: int, limit_s: float) -> dic
         "status": solution.status.name,
         "overhead": solution.overhead,
         "bound": solution.lower_bound,
-        "certificate": solution.certificate,
+        "certificate": str(solution.certificate),
         "any_bound": solution.any_bound,
         "any_gap": (solution.overhead - solution.any_bound) / (1 + solution.overhead),
         "solve_s": solution.solve_s,

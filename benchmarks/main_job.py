@@ -112,7 +112,7 @@ def run_budget(label: str, size: int, traced: Any) -> Row:
         "overhead_flops": plan.overhead_flops,
         "others": others(plan),
         "bound": plan.lower_bound,
-        "certificate": plan.certificate,
+        "certificate": str(plan.certificate),
         "any_bound": plan.any_bound,
         "gap": plan.gap,
         "status": plan.status.name,

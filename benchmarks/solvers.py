@@ -31,7 +31,7 @@ from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solver.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, Solver
+from gcsolve.solver.base import Certificate, Solver
 from gcsolve.solver.front import solve_problem
 from gcsolve.solver.minimum import minimum_peak
 from gcsolve.solver.registry import solvers
@@ -40,7 +40,11 @@ from gcsolve.solver.retention import Retention
 Row = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
-PROVES = {ANY_SCHEDULE: "any", ASCENDING: "ascending", ONE_RERUN: "one rerun"}
+PROVES = {
+    Certificate.ANY_SCHEDULE: "any",
+    Certificate.ASCENDING: "ascending",
+    Certificate.ONE_RERUN: "one rerun",
+}
 ONE_EPOCH = "one_epoch"
 ONE_EPOCH_GAP = 1e-5
 STORED = ("auto", ONE_EPOCH)
@@ -140,7 +144,7 @@ def run(problem: Problem, graph: str, budget: str, solver: str, *, gap: float, t
         "overhead": solution.overhead if planned else None,
         "bound": solution.lower_bound,
         "any_bound": solution.any_bound,
-        "certificate": PROVES.get(solution.certificate, "-"),
+        "certificate": "-" if solution.max_runs else PROVES.get(solution.certificate, "-"),
         "gap": solution.gap if planned else None,
         "peak": (solution.peak_bytes - external) / (store_all_bytes(problem) - external) if planned else None,
         "seconds": solution.solve_s,

@@ -13,7 +13,7 @@ from gcsolve.lowering.node_facts import tensors_of
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule
 from gcsolve.simulate import Replay, simulate
-from gcsolve.solver.base import ANY_SCHEDULE, Solution, Solver, Status
+from gcsolve.solver.base import Certificate, Solution, Solver, Status
 from gcsolve.util.sizes import size_text
 
 
@@ -131,7 +131,8 @@ class PlanRecord:
         return self.solution.lower_bound
 
     @property
-    def certificate(self) -> str:
+    def certificate(self) -> Certificate:
+        """The class of schedules that `lower_bound` is proven for."""
         return self.solution.certificate
 
     @property
@@ -207,8 +208,8 @@ class PlanRecord:
             f"peak {size_text(self.peak_bytes)} of budget {size_text(self.budget_bytes)} "
             f"(store-all {size_text(self.baseline_peak_bytes)}, {self.peak_bytes / self.baseline_peak_bytes:.0%})",
             f"overhead {self.overhead:.2%} of {unit} ({self.overhead_flops:.2%} of FLOPs), {self.cost} costs for {self.device}",
-            f"bound {self.lower_bound:.2%} for {self.certificate}"
-            + ("" if self.certificate == ANY_SCHEDULE else f"; {self.any_bound:.2%} for any schedule")
+            f"bound {self.lower_bound:.2%} for {self.solution.bound_class}"
+            + ("" if self.certificate is Certificate.ANY_SCHEDULE else f"; {self.any_bound:.2%} for any schedule")
             + f"; gap {self.gap:.2%}",
             f"at the peak ({parts}) runs {self.peak_at}",
             *self._optimizer_note,

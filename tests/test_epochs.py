@@ -15,7 +15,7 @@ from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solver.base import ANY_SCHEDULE, Status
+from gcsolve.solver.base import Certificate, Status
 from gcsolve.solver.brute_force import BruteForce
 from gcsolve.solver.milp import epochs as _epochs
 from gcsolve.solver.milp.epoch_search import EpochSearch
@@ -36,7 +36,7 @@ def assert_is_brute_force(problem: Problem) -> None:
     check(problem, solution)
     if solution.schedule is None:
         assert solution.status is Status.INFEASIBLE
-        assert (free if solution.certificate == ANY_SCHEDULE else ascending).status is Status.INFEASIBLE
+        assert (free if solution.certificate is Certificate.ANY_SCHEDULE else ascending).status is Status.INFEASIBLE
         return
     assert solution.overhead >= free.overhead - 1e-9
     assert solution.any_bound <= free.overhead + 1e-6

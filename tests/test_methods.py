@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solver.base import ANY_SCHEDULE, Solution, Status
+from gcsolve.solver.base import Certificate, Solution, Status
 from gcsolve.solver.brute_force import BruteForce
 from gcsolve.solver.checkmate import Checkmate
 from gcsolve.solver.front import solve_problem
@@ -178,7 +178,7 @@ def test_brute_force_is_the_other_brute_force(seed: int):
     else:
         assert solution.status is Status.OPTIMAL
         assert solution.overhead == pytest.approx(extra(problem, best))
-        assert solution.certificate == ANY_SCHEDULE
+        assert solution.certificate is Certificate.ANY_SCHEDULE
 
 
 @settings(max_examples=40, deadline=None)
@@ -206,6 +206,21 @@ def test_brute_force_with_fewer_runs_is_never_cheaper():
     assert free.overhead == pytest.approx(3 / 8)
     assert BruteForce(most_runs=4).solve(problem, gap=0.0).overhead == free.overhead
     assert BruteForce(most_runs=2).solve(problem, gap=0.0).status is Status.INFEASIBLE
+
+
+def test_a_certificate_and_a_limit_on_runs_say_in_words_what_a_bound_holds_for():
+    problem = training_chain(4, 9)
+    for settings_, text in (
+        ({}, "any schedule in this op order, however often it recomputes"),
+        ({"most_runs": 4}, "however often it recomputes, and runs no node more than 4 times in all"),
+        ({"ascending": True, "most_runs": 4}, "at most once, in order, and runs no node more than 4 times in all"),
+    ):
+        solution = BruteForce(**settings_).solve(problem, gap=0.0)
+        assert solution.bound_class.endswith(text)
+        assert solution.bound_class.startswith(str(solution.certificate))
+        assert solution.max_runs == settings_.get("most_runs")
+        assert (solution.any_bound > 0) == (not settings_)
+    assert str(Certificate.NO_BOUND) == f"{Certificate.NO_BOUND}" == Certificate.NO_BOUND.value
 
 
 # --- checkmate -------------------------------------------------------------------------------------------------------
@@ -413,7 +428,7 @@ def test_no_method_beats_brute_force(tens: int):
                 assert solution.status not in FITS
                 continue
             assert solution.any_bound <= best.overhead + 1e-9
-            if solution.certificate == ANY_SCHEDULE:
+            if solution.certificate is Certificate.ANY_SCHEDULE:
                 assert solution.lower_bound <= best.overhead + 1e-9
             if solution.status in FITS:
                 assert solution.overhead >= best.overhead - 1e-9

@@ -12,7 +12,7 @@ import torch
 
 import gcsolve
 from gcsolve.schedule import Compute, Free, Schedule, schedule_from_order
-from gcsolve.solver.base import ANY_SCHEDULE, Solution, Status, judged, unanswered
+from gcsolve.solver.base import Certificate, Solution, Status, judged, unanswered
 from tests import models
 from tests.graphs import training_chain
 
@@ -48,9 +48,7 @@ def _with(actions: Callable[[tuple[Any, ...]], Any]) -> Callable[[gcsolve.Proble
 
 def test_peak_overhead_status_and_name_are_those_of_the_replay() -> None:
     def lies(problem: gcsolve.Problem) -> Solution:
-        return replace(
-            _best(problem), peak_bytes=1, overhead=0.0, lower_bound=0.0, gap=0.0, solve_s=-5.0, certificate="x"
-        )
+        return replace(_best(problem), peak_bytes=1, overhead=0.0, lower_bound=0.0, gap=0.0, solve_s=-5.0)
 
     truth, found = _best(TIGHT), gcsolve.solve_problem(TIGHT, Own(lies))
     assert truth.overhead > 0
@@ -110,8 +108,16 @@ BAD_ANSWERS: dict[str, tuple[Callable[[gcsolve.Problem], Any], str]] = {
     "unread": (_with(lambda a: tuple(reversed(a))), "action 0: "),
     "no schedule": (lambda p: replace(_best(p), schedule=None), "status OPTIMAL and no schedule"),
     "status": (lambda p: replace(_best(p), status="optimal"), "status='optimal'"),
+    "certificate": (
+        lambda p: replace(_best(p), certificate="any schedule"),
+        "certificate='any schedule'; .* one of ANY_SCHEDULE, ONE_RERUN, ASCENDING, OWN_CLASS, NO_BOUND",
+    ),
+    "max runs": (lambda p: replace(_best(p), max_runs=0), "max_runs=0 .* must be a whole number ≥ 1"),
     "nan bound": (lambda p: replace(_best(p), lower_bound=float("nan")), "lower_bound=nan"),
-    "bound": (lambda p: replace(_best(p), lower_bound=0.9, certificate=ANY_SCHEDULE), "lower_bound=0.9, and its own"),
+    "bound": (
+        lambda p: replace(_best(p), lower_bound=0.9, certificate=Certificate.ANY_SCHEDULE),
+        "lower_bound=0.9, and its own",
+    ),
     "any bound": (lambda p: replace(_best(p), any_bound=2.0), "any_bound=2, and its own"),
     "least": (
         lambda p: unanswered("own", Status.INFEASIBLE, solve_s=0.0, least_bytes=p.budget_bytes),

@@ -18,7 +18,7 @@ from gcsolve.graph import Graph, Node, Value
 from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solver.base import ANY_SCHEDULE, ONE_RERUN, Solution, Status
+from gcsolve.solver.base import Certificate, Solution, Status
 from gcsolve.solver.milp.highs import STRAY_FILTER
 from gcsolve.solver.milp.one_rerun import Choices, Program
 from gcsolve.solver.minimum import minimum_peak, peak_floor
@@ -64,9 +64,9 @@ def test_no_schedule_beats_the_any_schedule_bound(problem: Problem):
     if best is None:
         assert solution.status is Status.INFEASIBLE
     else:
-        assert solution.status is not Status.INFEASIBLE or solution.certificate != ANY_SCHEDULE
+        assert solution.status is not Status.INFEASIBLE or solution.certificate is not Certificate.ANY_SCHEDULE
         assert solution.any_bound <= overhead(problem, best) + 1e-9
-        if solution.certificate == ANY_SCHEDULE:
+        if solution.certificate is Certificate.ANY_SCHEDULE:
             assert solution.lower_bound <= overhead(problem, best) + 1e-9
 
 
@@ -181,9 +181,9 @@ def test_the_certificate_says_which_class():
         for case in known()
         if case.kept_cost is not None
     }
-    assert room["chain, room for all"].certificate == ANY_SCHEDULE
-    assert room["chain, one short"].certificate == ANY_SCHEDULE
-    assert {s.certificate for s in room.values()} <= {ANY_SCHEDULE, ONE_RERUN}
+    assert room["chain, room for all"].certificate is Certificate.ANY_SCHEDULE
+    assert room["chain, one short"].certificate is Certificate.ANY_SCHEDULE
+    assert {s.certificate for s in room.values()} <= {Certificate.ANY_SCHEDULE, Certificate.ONE_RERUN}
     assert all(s.any_bound <= s.lower_bound + 1e-12 for s in room.values())
 
 
@@ -249,6 +249,6 @@ def test_the_bound_of_a_class_that_the_plan_beats_is_not_its_gap():
         return _Bounds(any=0.1, one_rerun=one_rerun).judged("", problem, order, 0.0, gap=0.01)
 
     beaten, binding = judged(0.5), judged(0.33)
-    assert (beaten.certificate, beaten.status) == (ANY_SCHEDULE, Status.FEASIBLE)
+    assert (beaten.certificate, beaten.status) == (Certificate.ANY_SCHEDULE, Status.FEASIBLE)
     assert beaten.gap == pytest.approx((1 / 3 - 0.1) / (4 / 3))
-    assert (binding.certificate, binding.status) == (ONE_RERUN, Status.OPTIMAL)
+    assert (binding.certificate, binding.status) == (Certificate.ONE_RERUN, Status.OPTIMAL)

@@ -279,8 +279,8 @@ def _changed(record: Any, at: tuple[Any, ...], change: Any) -> Any:
 
 _GONE = object()
 # What may be null, or any text: the first is not in the plan then, the second compared or looked up when it is loaded.
-NULLS = {"loss", "optimizer", "least_bytes", "least_node"}
-TEXTS = {"gcsolve", "torch", "class", "device", "cost", "solver", "loss", "cost_unit", "certificate"}
+NULLS = {"loss", "optimizer", "least_bytes", "least_node", "max_runs"}
+TEXTS = {"gcsolve", "torch", "class", "device", "cost", "solver", "loss", "cost_unit"}
 
 
 def test_a_damaged_file_names_the_key(tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def _predicted(session: Session, name: str, options: SolverOptions, size: int) -
         lower_bound=found.lower_bound,
         any_bound=found.any_bound,
         gap=found.gap,
-        certificate=found.certificate,
+        certificate=found.bound_class,
         solve_s=found.solve_s,
     )
     return row, found

@@ -32,7 +32,7 @@ from gcsolve.serialization.schema import SCHEMA, wrong
 from gcsolve.serialization.write import FORMAT, context_record, model_record, structure, tensor_record
 from gcsolve.session import Session, Settings, TracedCall
 from gcsolve.simulate import simulate
-from gcsolve.solver.base import Solution, Status
+from gcsolve.solver.base import Certificate, Solution, Status
 from gcsolve.solver.registry import SOLVERS
 from gcsolve.util.progress import shown
 from gcsolve.util.tree import Template, flatten, leaf_paths
@@ -296,4 +296,5 @@ def _rebuilt(record: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
 def _solution(saved: dict[str, Any]) -> Solution:
     actions = tuple(Compute(a) if a >= 0 else Free(-1 - a) for a in saved["schedule"])
     told = {name: saved[name] for name in Solution.__dataclass_fields__}
-    return Solution(**{**told, "status": Status[saved["status"]], "schedule": Schedule(actions)})
+    enumerations = {"status": Status[saved["status"]], "certificate": Certificate(saved["certificate"])}
+    return Solution(**{**told, **enumerations, "schedule": Schedule(actions)})

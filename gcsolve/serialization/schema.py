@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gcsolve.solver.base import Status
+from gcsolve.solver.base import Certificate, Status
 
 
 def wrong(schema: Any, found: Any, where: str = "") -> str:
@@ -68,6 +68,11 @@ def _size(found: Any) -> bool:
 def _status(found: Any) -> bool:
     """the name of a status"""
     return found in Status.__members__ if isinstance(found, str) else False
+
+
+def _certificate(found: Any) -> bool:
+    """the words of a certificate"""
+    return found in [certificate.value for certificate in Certificate]
 
 
 def _scope(found: Any) -> bool:
@@ -165,12 +170,13 @@ SCHEMA: dict[str, Any] = {
         "schedule": [int],
         "overhead": _number,
         "lower_bound": _number,
-        "certificate": str,
+        "certificate": _certificate,
         "any_bound": _number,
         "gap": _number,
         "peak_bytes": _size,
         "solve_s": _number,
         "least_bytes": _or_null(_size),
         "least_node": _or_null(_size),
+        "max_runs": _or_null(_size),
     },
 }

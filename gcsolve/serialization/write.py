@@ -159,4 +159,4 @@ def _solution_record(solution: Solution) -> dict[str, Any]:
     assert solution.schedule is not None
     actions = [a.node if isinstance(a, Compute) else -1 - a.value for a in solution.schedule.actions]
     told = {name: getattr(solution, name) for name in Solution.__dataclass_fields__}
-    return {**told, "status": solution.status.name, "schedule": actions}
+    return {**told, "status": solution.status.name, "certificate": str(solution.certificate), "schedule": actions}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gcsolve.problem import Problem
-from gcsolve.solver.base import ANY_SCHEDULE, ROUNDING, Solution, Solver, judged
+from gcsolve.solver.base import ROUNDING, Certificate, Solution, Solver, judged
 from gcsolve.solver.blocks import Blocks
 from gcsolve.solver.chen import Chen
 from gcsolve.solver.greedy import Greedy
@@ -67,7 +67,7 @@ def _with_bounds(plan: Solution, proven: Solution, problem: Problem, gap: float)
         solve_s=0.0,
         gap=gap,
         lower_bound=proven.lower_bound if binding else proven.any_bound,
-        certificate=proven.certificate if binding else ANY_SCHEDULE,
+        certificate=proven.certificate if binding else Certificate.ANY_SCHEDULE,
         any_bound=proven.any_bound,
     )
 

@@ -23,17 +23,24 @@ class Status(enum.Enum):
     UNSUITED = "unsuited: this method does not take so large a graph; use solver='auto'"
 
 
-ANY_SCHEDULE = "any schedule in this op order, however often it recomputes"
-ONE_RERUN = (
-    "any schedule in this op order that keeps each forward value to its last use or computes it again once, just "
-    "before the backward first needs it (values that together take 0.1 % of the budget always kept)"
-)
-ASCENDING = (
-    "any schedule in this op order that, between the first runs of two nodes, reruns each node at most once, in order"
-)
-LIMITED_RUNS = ", and runs it no more than {0} times in all"
-"""Added to one of the classes above."""
-NO_BOUND = "none: this method proves nothing"
+class Certificate(enum.Enum):
+    """The class of schedules that `Solution.lower_bound` is proven for; `str()` of a member says it in words."""
+
+    ANY_SCHEDULE = "any schedule in this op order, however often it recomputes"
+    ONE_RERUN = (
+        "any schedule in this op order that keeps each forward value to its last use or computes it again once, just "
+        "before the backward first needs it (values that together take 0.1 % of the budget always kept)"
+    )
+    ASCENDING = (
+        "any schedule in this op order that, between the first runs of two nodes, "
+        "reruns each node at most once, in order"
+    )
+    OWN_CLASS = "any schedule that this method chooses from"
+    NO_BOUND = "none: this method proves nothing"
+
+    def __str__(self) -> str:
+        return self.value
+
 
 ROUNDING = 1e-9
 """Gaps closer than this are equal: costs are sums of floats."""
@@ -45,8 +52,9 @@ class Solution:
 
     `schedule` is None only for INFEASIBLE, TIME_LIMIT and UNSUITED. `overhead`: extra cost / cost of running each node
     once; inf without a schedule.
-    `lower_bound`: no schedule of the class `certificate` has a smaller overhead. `any_bound`: the like for any schedule
-    in this op order (0.0 when nothing better is proven). `gap`: (T_plan - T_bound) / T_plan over total cost.
+    `lower_bound`: no schedule of the class `certificate` has a smaller overhead; with `max_runs`, none of that class that
+    runs no node more often than that. `any_bound`: the like for any schedule in this op order (0.0 when nothing better is
+    proven). `gap`: (T_plan - T_bound) / T_plan over total cost.
     `least_bytes`: for INFEASIBLE and OVER_BUDGET, the least peak of a plan that this method found; `least_node`
     sets it.
     """
@@ -56,13 +64,20 @@ class Solution:
     schedule: Schedule | None
     overhead: float
     lower_bound: float
-    certificate: str
+    certificate: Certificate
     any_bound: float
     gap: float
     peak_bytes: int
     solve_s: float
     least_bytes: int | None = None
     least_node: int | None = None
+    max_runs: int | None = None
+
+    @property
+    def bound_class(self) -> str:
+        """The schedules that `lower_bound` holds for, in words."""
+        limit = "" if self.max_runs is None else f", and runs no node more than {self.max_runs} times in all"
+        return f"{self.certificate}{limit}"
 
 
 @runtime_checkable
@@ -84,15 +99,16 @@ def judged(
     solve_s: float,
     gap: float,
     lower_bound: float = 0.0,
-    certificate: str = NO_BOUND,
+    certificate: Certificate = Certificate.NO_BOUND,
     any_bound: float = 0.0,
+    max_runs: int | None = None,
 ) -> Solution:
     """A `Solution` whose peak, overhead, gap and status come from the simulator, never from the solver's own word."""
     replay = simulate(problem, schedule)
     reached = (replay.overhead - lower_bound) / (1.0 + replay.overhead)
     if replay.peak_bytes > problem.budget_bytes:
         status = Status.OVER_BUDGET
-    elif replay.overhead == 0.0 or (certificate != NO_BOUND and reached <= gap + ROUNDING):
+    elif replay.overhead == 0.0 or (certificate is not Certificate.NO_BOUND and reached <= gap + ROUNDING):
         status = Status.OPTIMAL
     else:
         status = Status.FEASIBLE
@@ -111,6 +127,7 @@ def judged(
         solve_s=solve_s,
         least_bytes=replay.peak_bytes if over else None,
         least_node=computes[-1].node if over and computes else None,  # type: ignore[union-attr]
+        max_runs=max_runs,
     )
 
 
@@ -120,10 +137,11 @@ def unanswered(
     *,
     solve_s: float,
     lower_bound: float = 0.0,
-    certificate: str = NO_BOUND,
+    certificate: Certificate = Certificate.NO_BOUND,
     any_bound: float = 0.0,
     least_bytes: int | None = None,
     least_node: int | None = None,
+    max_runs: int | None = None,
 ) -> Solution:
     """A `Solution` without a schedule."""
     return Solution(
@@ -139,4 +157,5 @@ def unanswered(
         solve_s=solve_s,
         least_bytes=least_bytes,
         least_node=least_node,
+        max_runs=max_runs,
     )

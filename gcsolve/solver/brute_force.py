@@ -22,15 +22,7 @@ from typing import ClassVar
 from gcsolve.problem import Problem
 from gcsolve.schedule import Action, Compute, Free, Schedule
 from gcsolve.simulate import simulate
-from gcsolve.solver.base import (
-    ANY_SCHEDULE,
-    ASCENDING,
-    LIMITED_RUNS,
-    Solution,
-    Status,
-    judged,
-    unanswered,
-)
+from gcsolve.solver.base import Certificate, Solution, Status, judged, unanswered
 
 State = tuple[int, int, int, tuple[int, ...]]
 """(nodes that have run, live values as bits, last rerun since the last first run, runs a node where they are limited)"""
@@ -48,9 +40,7 @@ class BruteForce:
         if max(len(problem.graph.values), len(problem.graph.nodes)) > self.most_values:
             return unanswered(self.name, Status.UNSUITED, solve_s=time.perf_counter() - started)
         deadline = started + 0.95 * time_limit_s
-        class_ = (
-            LIMITED_RUNS.format(self.most_runs) if self.most_runs else ASCENDING if self.ascending else ANY_SCHEDULE
-        )
+        certificate = Certificate.ASCENDING if self.ascending else Certificate.ANY_SCHEDULE
         try:
             schedule = self._cheapest(problem, deadline)
             if schedule is None:
@@ -61,21 +51,24 @@ class BruteForce:
                     self.name,
                     Status.INFEASIBLE,
                     solve_s=time.perf_counter() - started,
-                    certificate=class_,
+                    certificate=certificate,
+                    max_runs=self.most_runs,
                     least_bytes=replay.peak_bytes,
                     least_node=node.node if isinstance(node, Compute) else None,
                 )
         except TimeoutError:
             return unanswered(self.name, Status.TIME_LIMIT, solve_s=time.perf_counter() - started)
+        optimum = simulate(problem, schedule).overhead
         return judged(
             self.name,
             problem,
             schedule,
             solve_s=time.perf_counter() - started,
             gap=gap,
-            lower_bound=simulate(problem, schedule).overhead,
-            certificate=class_,
-            any_bound=simulate(problem, schedule).overhead if class_ == ANY_SCHEDULE else 0.0,
+            lower_bound=optimum,
+            certificate=certificate,
+            any_bound=0.0 if self.ascending or self.most_runs else optimum,
+            max_runs=self.most_runs,
         )
 
     def _cheapest(self, problem: Problem, deadline: float) -> Schedule | None:

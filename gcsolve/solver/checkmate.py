@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
-from gcsolve.solver.base import ASCENDING, Solution, Status, judged, unanswered
+from gcsolve.solver.base import Certificate, Solution, Status, judged, unanswered
 from gcsolve.solver.greedy import greedy_order
 from gcsolve.solver.milp.highs import BYTE_UNITS, ROW_SLACK, UNITS, add_row, run_model, weighted_sum
 from gcsolve.solver.search.order_replay import OrderReplay, OrderRun, best_order
@@ -81,7 +81,10 @@ class Checkmate:
             bound, best, infeasible = self._search(problem, replay, best, gap, deadline)
             if infeasible:
                 return unanswered(
-                    self.name, Status.INFEASIBLE, solve_s=time.perf_counter() - started, certificate=ASCENDING
+                    self.name,
+                    Status.INFEASIBLE,
+                    solve_s=time.perf_counter() - started,
+                    certificate=Certificate.ASCENDING,
                 )
         if best.peak_bytes > problem.budget_bytes:
             return unanswered(
@@ -89,7 +92,7 @@ class Checkmate:
                 Status.TIME_LIMIT,
                 solve_s=time.perf_counter() - started,
                 lower_bound=bound,
-                certificate=ASCENDING,
+                certificate=Certificate.ASCENDING,
             )
         return judged(
             self.name,
@@ -98,7 +101,7 @@ class Checkmate:
             solve_s=time.perf_counter() - started,
             gap=gap,
             lower_bound=bound,
-            certificate=ASCENDING,
+            certificate=Certificate.ASCENDING,
         )
 
     def _search(

@@ -10,7 +10,7 @@ from pathlib import Path
 from gcsolve.errors import InvalidSchedule, SolverError
 from gcsolve.problem import Problem
 from gcsolve.schedule import Compute, Free, Schedule
-from gcsolve.solver.base import NO_BOUND, ROUNDING, Solution, Solver, Status, judged
+from gcsolve.solver.base import ROUNDING, Certificate, Solution, Solver, Status, judged
 from gcsolve.util.checks import number, whole
 
 _UNANSWERED = (Status.INFEASIBLE, Status.TIME_LIMIT, Status.UNSUITED)
@@ -36,11 +36,13 @@ def checked_answer(solver: Solver, problem: Problem, time_limit_s: float, gap: f
         ) from error
     if not isinstance(answer, Solution):
         raise SolverError(f"{says} answered with {type(answer).__name__}, not with a gcsolve.Solution; {_ADVICE}")
-    if not isinstance(answer.status, Status) or not isinstance(answer.certificate, str):
+    if not isinstance(answer.status, Status) or not isinstance(answer.certificate, Certificate):
         raise SolverError(
             f"{says} answered with status={answer.status!r}, certificate={answer.certificate!r}; they are a gcsolve.Status and "
-            f"the class of schedules that lower_bound holds for, in words. {_ADVICE}"
+            f"a gcsolve.solver.base.Certificate, one of {', '.join(Certificate.__members__)}. {_ADVICE}"
         )
+    if answer.max_runs is not None:
+        whole("max_runs", answer.max_runs, least=1, of=f" in the answer of {says}", error=SolverError)
     for name in ("lower_bound", "any_bound"):
         number(name, getattr(answer, name), of=f" in the answer of {says}", error=SolverError)
     if answer.schedule is None:
@@ -55,6 +57,7 @@ def checked_answer(solver: Solver, problem: Problem, time_limit_s: float, gap: f
             lower_bound=answer.lower_bound,
             certificate=answer.certificate,
             any_bound=answer.any_bound,
+            max_runs=answer.max_runs,
         )
     except InvalidSchedule as error:
         raise SolverError(
@@ -67,7 +70,7 @@ def checked_answer(solver: Solver, problem: Problem, time_limit_s: float, gap: f
         if fits and told > found.overhead + ROUNDING:
             raise SolverError(
                 f"{says} says that no schedule has an overhead below {name}={told:g}, and its own schedule has "
-                f"{found.overhead:g}; without a proof, leave {name} at 0 and certificate at {NO_BOUND!r}"
+                f"{found.overhead:g}; without a proof, leave {name} at 0 and certificate at Certificate.NO_BOUND"
             )
     return replace(found, schedule=_in_ints(answer.schedule))
 

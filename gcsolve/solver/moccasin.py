@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gcsolve.problem import Problem
-from gcsolve.solver.base import ASCENDING, LIMITED_RUNS, Solution, Status, unanswered
+from gcsolve.solver.base import Certificate, Solution, Status, unanswered
 from gcsolve.solver.greedy import greedy_order
 from gcsolve.solver.search.order_replay import OrderReplay, OrderRun, best_order, judged_order
 from gcsolve.solver.uniform import Uniform
@@ -53,7 +53,6 @@ class Moccasin:
 
     def solve(self, problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.005) -> Solution:
         started = time.perf_counter()
-        certificate = ASCENDING + LIMITED_RUNS.format(self.intervals)
         if len(problem.graph.nodes) > self.most_nodes:
             return unanswered(self.name, Status.UNSUITED, solve_s=time.perf_counter() - started)
         deadline = started + 0.95 * time_limit_s
@@ -70,7 +69,8 @@ class Moccasin:
                 Status.INFEASIBLE if infeasible else Status.TIME_LIMIT,
                 solve_s=time.perf_counter() - started,
                 lower_bound=bound,
-                certificate=certificate,
+                certificate=Certificate.ASCENDING,
+                max_runs=self.intervals,
             )
         best = best_order(known, problem.budget_bytes)
         return judged_order(
@@ -80,7 +80,8 @@ class Moccasin:
             started=started,
             gap=gap,
             lower_bound=bound,
-            certificate=certificate,
+            certificate=Certificate.ASCENDING,
+            max_runs=self.intervals,
         )
 
     def _known(self, problem: Problem, replay: OrderReplay, deadline: float) -> list[OrderRun]:

@@ -26,7 +26,7 @@ just before the backward (or another rerun) first needs it, and then held to its
 
 **Lazy rows.** Start with the end of the forward; solve; replay the kept set in exact bytes; add the moments that
 overflow, worst first and spread out; repeat. Every row is a relaxation of the true memory, so each round's dual bound
-is a true lower bound for the class (certificate `ONE_RERUN`). `milp/any_bound.py` adds the bound that no schedule beats.
+is a true lower bound for the class (`Certificate.ONE_RERUN`). `milp/any_bound.py` adds the bound that no schedule beats.
 
 **Incumbents.** A kept set that overflows is repaired by exact replays (`search/kept_repair.py`); so the search can stop
 at the asked gap long before its own optimum fits.
@@ -51,7 +51,7 @@ from typing import ClassVar
 from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
-from gcsolve.solver.base import ANY_SCHEDULE, ASCENDING, ONE_RERUN, ROUNDING, Solution, Status, judged, unanswered
+from gcsolve.solver.base import ROUNDING, Certificate, Solution, Status, judged, unanswered
 from gcsolve.solver.blocks import twins
 from gcsolve.solver.milp.any_bound import any_schedule_bound
 from gcsolve.solver.milp.epoch_search import EpochSearch
@@ -110,16 +110,22 @@ class Retention:
         if everything.peak_bytes <= problem.budget_bytes:
             return _Bounds().judged(self.name, problem, everything.order.tolist(), started, gap)
         if peak_floor(problem)[0] > problem.budget_bytes:
-            return self._no_plan(problem, ANY_SCHEDULE, _Bounds(), started, time_limit_s)
-        order, bounds, impossible = None, _Bounds(), ONE_RERUN  # without a backward that class keeps everything
+            return self._no_plan(problem, Certificate.ANY_SCHEDULE, _Bounds(), started, time_limit_s)
+        order, bounds, impossible = (
+            None,
+            _Bounds(),
+            Certificate.ONE_RERUN,
+        )  # without a backward that class keeps everything
         if graph.backward_start < len(graph.nodes):
             share = ONE_EPOCH_SHARE if self.epochs else 1.0
             search = _Search(replay, problem.budget_bytes, gap, started + share * (finish - started))
             impossible = search.run()
-            bounds = _Bounds(any=search.any_bound, one_rerun=math.inf if impossible == ONE_RERUN else search.bound)
+            bounds = _Bounds(
+                any=search.any_bound, one_rerun=math.inf if impossible == Certificate.ONE_RERUN else search.bound
+            )
             if search.best is not None:
                 order = order_from_kept(graph, search.best.kept)
-        if self.epochs and impossible != ANY_SCHEDULE:
+        if self.epochs and impossible != Certificate.ANY_SCHEDULE:
             order, bounds, impossible = self._more_epochs(problem, order, bounds, gap, finish, time_limit_s)
         if order is None:
             return self._no_plan(problem, impossible, bounds, started, time_limit_s)
@@ -133,7 +139,7 @@ class Retention:
         gap: float,
         finish: float,
         time_limit_s: float,
-    ) -> tuple[Sequence[int] | None, _Bounds, str | None]:
+    ) -> tuple[Sequence[int] | None, _Bounds, Certificate | None]:
         """The same with any number of reruns: (order, bounds, the class in which nothing fits)."""
         replay = OrderReplay(problem)
         total = problem.total_cost or 1.0
@@ -146,9 +152,9 @@ class Retention:
             if self.begin is not None:
                 run = best_order([run, replay.run(self.begin)], problem.budget_bytes)
             overhead = run.rerun_cost / total
-            if bounds.gap(ANY_SCHEDULE, overhead) <= gap + ROUNDING:
+            if bounds.gap(Certificate.ANY_SCHEDULE, overhead) <= gap + ROUNDING:
                 return run.order, bounds, None
-            proven = -ROUNDING <= bounds.gap(ONE_RERUN, overhead) <= gap + ROUNDING
+            proven = -ROUNDING <= bounds.gap(Certificate.ONE_RERUN, overhead) <= gap + ROUNDING
             if proven:
                 finish = min(finish, now + FINER_SHARE * time_limit_s)
         fits = run.peak_bytes <= problem.budget_bytes
@@ -158,11 +164,11 @@ class Retention:
             enough = total * _enough(bounds.any, gap)
             patience = FIRST_PATIENCE if run.rerun_cost / total - bounds.any < FAR else 1.0
             run = rebuilt(replay, run, deadline=until, enough=enough, patience=patience)
-        if proven and bounds.gap(ONE_RERUN, run.rerun_cost / total) < -ROUNDING:
+        if proven and bounds.gap(Certificate.ONE_RERUN, run.rerun_cost / total) < -ROUNDING:
             proven, finish = False, whole  # of a plan that beats that class, nothing is proven
         search = EpochSearch(problem, run if fits else None, gap=gap, deadline=finish, any_bound=bounds.any)
         search.run()
-        if proven and search.best and bounds.gap(ONE_RERUN, search.best.rerun_cost / total) < -ROUNDING:
+        if proven and search.best and bounds.gap(Certificate.ONE_RERUN, search.best.rerun_cost / total) < -ROUNDING:
             proven, finish = False, whole
             search.deadline = finish
             search.run()
@@ -172,10 +178,14 @@ class Retention:
         found = _Bounds(search.any_bound, search.bound, bounds.one_rerun)
         if search.best is not None:
             return search.best.order, found, None
-        return None, found, (ASCENDING if search.bursts else ANY_SCHEDULE) if search.infeasible else None
+        return (
+            None,
+            found,
+            (Certificate.ASCENDING if search.bursts else Certificate.ANY_SCHEDULE) if search.infeasible else None,
+        )
 
     def _no_plan(
-        self, problem: Problem, impossible: str | None, bounds: _Bounds, started: float, time_limit_s: float
+        self, problem: Problem, impossible: Certificate | None, bounds: _Bounds, started: float, time_limit_s: float
     ) -> Solution:
         """No plan was found, or it is proven that the class `impossible` has none: say what budget would do."""
         left = max(1.0, started + time_limit_s - time.perf_counter())
@@ -185,7 +195,7 @@ class Retention:
             Status.TIME_LIMIT if impossible is None else Status.INFEASIBLE,
             solve_s=time.perf_counter() - started,
             lower_bound=bounds.any,
-            certificate=impossible or ANY_SCHEDULE,
+            certificate=impossible or Certificate.ANY_SCHEDULE,
             any_bound=bounds.any,
             least_bytes=least.bytes if least else None,
             least_node=least.node if least else None,
@@ -200,8 +210,12 @@ class _Bounds:
     ascending: float = 0.0
     one_rerun: float = 0.0
 
-    def gap(self, certificate: str, overhead: float) -> float:
-        bound = {ANY_SCHEDULE: self.any, ASCENDING: self.ascending, ONE_RERUN: self.one_rerun}[certificate]
+    def gap(self, certificate: Certificate, overhead: float) -> float:
+        bound = {
+            Certificate.ANY_SCHEDULE: self.any,
+            Certificate.ASCENDING: self.ascending,
+            Certificate.ONE_RERUN: self.one_rerun,
+        }[certificate]
         return (overhead - bound) / (1.0 + overhead)
 
     def judged(self, solver: str, problem: Problem, order: Sequence[int], started: float, gap: float) -> Solution:
@@ -209,7 +223,11 @@ class _Bounds:
         of no class that it beats."""
         schedule = schedule_from_order(problem.graph, order)
         overhead = simulate(problem, schedule).overhead
-        classes = (ANY_SCHEDULE, self.any), (ASCENDING, self.ascending), (ONE_RERUN, self.one_rerun)
+        classes = (
+            (Certificate.ANY_SCHEDULE, self.any),
+            (Certificate.ASCENDING, self.ascending),
+            (Certificate.ONE_RERUN, self.one_rerun),
+        )
         binding = [c for c in classes if c[1] <= overhead + ROUNDING]
         closed = [c for c in binding if overhead - c[1] <= (gap + ROUNDING) * (1.0 + overhead)]
         certificate, bound = closed[0] if closed else max(binding, key=lambda c: c[1])
@@ -254,14 +272,14 @@ class _Search:
         overhead = self.best.rerun_cost / self.total
         return overhead - self.bound <= part * self.gap * (1.0 + overhead) + 1e-12
 
-    def run(self) -> str | None:
+    def run(self) -> Certificate | None:
         """Search; the class of which it is proven that nothing in it fits, else None."""
         for kept in starts(self.replay.problem.graph):
             self.offer(self.replay.run(kept))
         until = time.perf_counter() + BOUND_SHARE * self.left()
         proof = any_schedule_bound(self.choices, self.budget_bytes, deadline=until, abs_gap=self.gap / 50)
         if proof.infeasible:
-            return ANY_SCHEDULE
+            return Certificate.ANY_SCHEDULE
         self.bound = self.any_bound = proof.bound
         for kept in proof.kept:
             self._try(kept)
@@ -280,7 +298,7 @@ class _Search:
             if self.met() or self.left() <= 0:
                 break
         if not self.met() and self._rounds(program):
-            return ONE_RERUN
+            return Certificate.ONE_RERUN
         self._polish(program)
         return None
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
-from gcsolve.solver.base import ANY_SCHEDULE, Solution, judged
+from gcsolve.solver.base import Certificate, Solution, judged
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,5 @@ class StoreAll:
             schedule,
             solve_s=time.perf_counter() - started,
             gap=gap,
-            certificate=ANY_SCHEDULE,
+            certificate=Certificate.ANY_SCHEDULE,
         )

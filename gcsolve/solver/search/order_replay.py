@@ -15,7 +15,7 @@ import numpy as np
 
 from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
-from gcsolve.solver.base import NO_BOUND, Solution, judged
+from gcsolve.solver.base import Certificate, Solution, judged
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,9 @@ def judged_order(
     started: float,
     gap: float,
     lower_bound: float = 0.0,
-    certificate: str = NO_BOUND,
+    certificate: Certificate = Certificate.NO_BOUND,
     any_bound: float = 0.0,
+    max_runs: int | None = None,
 ) -> Solution:
     """The solution that runs `order`, as the simulator sees it."""
     return judged(
@@ -128,4 +129,5 @@ def judged_order(
         lower_bound=lower_bound,
         certificate=certificate,
         any_bound=any_bound,
+        max_runs=max_runs,
     )
