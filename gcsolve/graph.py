@@ -58,7 +58,7 @@ class Node:
         return " ".join(parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """Nodes in execution order, the values they make, and what always lives.
 
@@ -130,6 +130,15 @@ class Graph:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        """Counts and bytes in one line; `str()` lists the nodes."""
+        backward = len(self.nodes) - self.backward_start
+        values_bytes = sum(v.size_bytes for v in self.values)
+        return (
+            f"<Graph: {self.backward_start} forward and {backward} backward nodes, {len(self.values)} values of "
+            f"{values_bytes} B together, {self.external_bytes} B external>"
+        )
 
 
 def _size(name: str, size: int, of: str) -> None:

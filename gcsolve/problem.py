@@ -13,7 +13,7 @@ from gcsolve.graph import Graph, Node, Value
 from gcsolve.util.checks import number, whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Problem:
     """What to decide: which values of `graph` to keep and which to compute again.
 
@@ -49,6 +49,11 @@ class Problem:
 
     def with_budget(self, budget_bytes: int) -> Problem:
         return replace(self, budget_bytes=budget_bytes)
+
+    def __repr__(self) -> str:
+        unit = "" if self.cost_unit == "1" else f" {self.cost_unit}"
+        budget = f"budget {self.budget_bytes} B"
+        return f"<Problem: {repr(self.graph)[1:-1]}; cost {self.total_cost:.4g}{unit}, {budget}>"
 
     @classmethod
     def from_arrays(

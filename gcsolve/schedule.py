@@ -30,7 +30,11 @@ class Free:
 Action = Compute | Free
 
 
-@dataclass(frozen=True)
+_REPR_ACTIONS = 4
+"""Actions that `repr` of a schedule shows."""
+
+
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """The actions of one training step, in order."""
 
@@ -46,6 +50,15 @@ class Schedule:
         for node in self.order():
             count[node] += 1
         return tuple(count)
+
+    def __repr__(self) -> str:
+        """Counts and the first actions; `as_tuples` and `lines` list them all."""
+        order = self.order()
+        runs, frees = len(order), len(self.actions) - len(order)
+        first = [f"{kind} {index}" for kind, index in Schedule(self.actions[:_REPR_ACTIONS]).as_tuples()]
+        more = [] if len(self.actions) <= _REPR_ACTIONS else ["..."]
+        reruns = runs - len(set(order))
+        return f"<Schedule: {runs} computes ({reruns} reruns), {frees} frees: {', '.join(first + more)}>"
 
     def as_tuples(self) -> list[tuple[str, int]]:
         """[("compute", node) | ("free", value), ...]."""

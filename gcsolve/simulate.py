@@ -7,7 +7,7 @@ on top of the external bytes. Then the frees that follow it take effect.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 
 from gcsolve.errors import InvalidSchedule
@@ -29,7 +29,7 @@ class Replay:
     peak_action: int
     cost: float
     overhead: float
-    bytes_at: tuple[int, ...]
+    bytes_at: tuple[int, ...] = field(repr=False)
     breakdown: tuple[tuple[str, int], ...]
 
 

@@ -54,3 +54,9 @@ def test_it_prints_one_node_a_line():
 def test_where_names_op_module_and_source():
     node = Node("addmm_3", (), (), op="aten.addmm", module="h.3.mlp", source="model.py:12")
     assert node.where() == "addmm_3 (aten.addmm) in module h.3.mlp at model.py:12"
+
+
+def test_its_repr_is_one_line_of_counts_and_bytes():
+    graph = Graph(two().nodes, two().values, 1, (("parameters", 3000), ("inputs", 4)))
+    text = "<Graph: 1 forward and 1 backward nodes, 2 values of 6 B together, 3004 B external>"
+    assert repr(graph) == text

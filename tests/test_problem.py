@@ -131,3 +131,10 @@ def test_from_networkx_keeps_a_topological_insertion_order_and_sorts_another():
     problem = Problem.from_networkx(turned, budget_bytes=99)
     assert [node.name for node in problem.graph.nodes] == ["a", "c"]
     assert problem.cost == (1.0, 3.0)
+
+
+def test_its_repr_is_one_line_of_counts_cost_and_bytes():
+    problem = Problem.from_arrays(**ARRAYS, budget_bytes=20)
+    graph = "Graph: 2 forward and 1 backward nodes, 3 values of 15 B together, 0 B external"
+    assert repr(problem) == f"<Problem: {graph}; cost 6, budget 20 B>"
+    assert repr(Problem(problem.graph, problem.cost, 2 * 10**9)) == f"<Problem: {graph}; cost 6 s, budget 2000000000 B>"

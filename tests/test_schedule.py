@@ -50,6 +50,14 @@ def test_runs_order_and_tuples_agree():
     assert schedule.as_tuples() == [("compute", 0), ("compute", 1), ("free", 0), ("compute", 0)]
 
 
+def test_its_repr_counts_the_actions_and_shows_the_first():
+    short, long = Schedule((Compute(0), Free(0))), Schedule((Compute(0), Compute(1), Free(0), Compute(0), Free(1)) * 99)
+    assert repr(short) == "<Schedule: 1 computes (0 reruns), 1 frees: compute 0, free 0>"
+    assert repr(long) == (
+        "<Schedule: 297 computes (295 reruns), 198 frees: compute 0, compute 1, free 0, compute 0, ...>"
+    )
+
+
 @given(problems(), st.data())
 def test_frees_come_as_early_as_the_slow_rule_says(problem, data):
     order = data.draw(orders(problem))

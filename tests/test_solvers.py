@@ -87,6 +87,21 @@ def test_every_solver_on_every_known_graph(name: str, case: Known):
         assert solution.status is Status.OPTIMAL
 
 
+@pytest.mark.parametrize("name", solvers())
+def test_the_repr_of_an_answer_is_one_short_line(name: str):
+    for budget in (25, 18, 8):
+        solution = solve_problem(training_chain(6, budget), name, gap=0.0)
+        assert repr(solution).startswith(f"<Solution of {name}: {solution.status.name}, ")
+        assert "\n" not in repr(solution)
+        assert len(repr(solution)) < 160
+    best = solve_problem(training_chain(6, 24), "brute_force", gap=0.0)
+    assert repr(best) == (
+        "<Solution of brute_force: OPTIMAL, overhead 8.33%, peak 22 B, bound 8.33% (ANY_SCHEDULE), gap 0.00%, 13 computes>"
+    )
+    none = solve_problem(training_chain(6, 8), "brute_force")
+    assert repr(none) == "<Solution of brute_force: INFEASIBLE, no schedule, least budget found 9 B>"
+
+
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
 @pytest.mark.parametrize("name", solvers())
 def test_every_solver_on_repeated_blocks(name: str, share: float):

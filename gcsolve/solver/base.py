@@ -46,7 +46,7 @@ ROUNDING = 1e-9
 """Gaps closer than this are equal: costs are sums of floats."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Solution:
     """What a solver answers.
 
@@ -78,6 +78,18 @@ class Solution:
         """The schedules that `lower_bound` holds for, in words."""
         limit = "" if self.max_runs is None else f", and runs no node more than {self.max_runs} times in all"
         return f"{self.certificate}{limit}"
+
+    def __repr__(self) -> str:
+        """The answer in one line; the schedule is only counted."""
+        if self.schedule is None:
+            found = "" if self.least_bytes is None else f", least budget found {self.least_bytes} B"
+            return f"<Solution of {self.solver}: {self.status.name}, no schedule{found}>"
+        limit = "" if self.max_runs is None else f", at most {self.max_runs} runs a node"
+        return (
+            f"<Solution of {self.solver}: {self.status.name}, overhead {self.overhead:.2%}, peak {self.peak_bytes} B, "
+            f"bound {self.lower_bound:.2%} ({self.certificate.name}{limit}), gap {self.gap:.2%}, "
+            f"{len(self.schedule.order())} computes>"
+        )
 
 
 @runtime_checkable
