@@ -347,6 +347,7 @@ def profiler_running() -> bool:
 
 
 _quiet_lock = threading.Lock()
+_recording = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -367,7 +368,10 @@ def _kineto_quiet() -> Iterator[None]:
 
 def start_memory_profile() -> None:
     """Begin recording every allocation and free of this thread's CPU work (its backward included), and nothing else:
-    no op is recorded (the scope named here is one that ATen never uses), so a step costs a few ms more."""
+    no op is recorded (the scope named here is one that ATen never uses), so a step costs a few ms more.
+
+    Two recordings at once would lose each other's events: another thread's waits until this one is stopped.
+    """
     config = _profiler.ProfilerConfig(
         _profiler.ProfilerState.KINETO,
         False,  # shapes
@@ -379,15 +383,23 @@ def start_memory_profile() -> None:
         "",
     )
     activities = {_profiler.ProfilerActivity.CPU}
-    with _kineto_quiet():
-        _native._prepare_profiler(config, activities)
-        _native._enable_profiler(config, activities, {_profiler.RecordScope.USER_SCOPE})
+    _recording.acquire()
+    try:
+        with _kineto_quiet():
+            _native._prepare_profiler(config, activities)
+            _native._enable_profiler(config, activities, {_profiler.RecordScope.USER_SCOPE})
+    except BaseException:
+        _recording.release()
+        raise
 
 
 def stop_memory_profile() -> list[tuple[int, int]]:
     """End the recording: (address, bytes) of every allocation (> 0) and free (< 0) on the CPU, in time order."""
-    with _kineto_quiet():
-        result = _native._disable_profiler()
+    try:
+        with _kineto_quiet():
+            result = _native._disable_profiler()
+    finally:
+        _recording.release()
     found: list[tuple[int, int, int]] = []
     stack = list(reversed(result.experimental_event_tree()))
     while stack:

@@ -38,6 +38,7 @@ from gcsolve.cost.flops import op_info
 from gcsolve.cost.local import free_memory_bytes
 from gcsolve.ops.facts import signature
 from gcsolve.ops.run import SIZED_BY_KERNELS, fits, may_run, run_alone, well_conditioned, zeros
+from gcsolve.util.memo import Memo
 
 MAX_SECONDS = 0.5  # an op estimated slower than this is not run
 
@@ -158,7 +159,7 @@ class _Like:
         self.storage = storage_key(t)
 
 
-_results: dict[Any, Any] = {}
+_results = Memo[Any](size=20_000)  # of `_kernels_result`, by what is taken of them and signature
 
 
 def _makes_several(func: Any) -> bool:
@@ -204,21 +205,22 @@ def _refusal(func: OpOverload, args: Any, kwargs: Any, result: Any, elsewhere: b
     return found if isinstance(found, Exception) else None
 
 
-_refusals: dict[Any, Exception | None] = {}
+_refusals = Memo[Exception | None](size=20_000)  # of `_refusal_of_one`, by op and kinds of operands
 
 
 def _refusal_of_one(func: OpOverload, args: Any, kwargs: Any) -> Exception | None:
     """The same by one element for each operand, for ops that take any number of them."""
     flat = pytree.tree_leaves((args, kwargs))
     described = ((t.dtype, t.dim(), t.device.type) if isinstance(t, torch.Tensor) else repr(t) for t in flat)
-    key = (func, tuple(described))
-    if key not in _refusals:
+
+    def run() -> Exception | None:
         with no_modes(), torch.no_grad(), disable_autocast():
-            args, kwargs = pytree.tree_map_only(
+            ones, keywords = pytree.tree_map_only(
                 torch.Tensor, lambda t: torch.zeros((1,) * t.dim(), dtype=t.dtype, device=t.device), (args, kwargs)
             )
-            _refusals[key] = _refused(lambda: func(*args, **kwargs))
-    return _refusals[key]
+            return _refused(lambda: func(*ones, **keywords))
+
+    return _refusals.recall((func, tuple(described)), run)
 
 
 def _refused(run: Callable[[], Any]) -> Exception | None:
@@ -239,10 +241,7 @@ def _kernels_result(
     """What `use` tells of the kernel's run on such arguments: the result, as `_Like`s; None when it cannot be run here."""
     node = _as_node(func, args, kwargs, result)
     try:
-        key = use, signature(node)
-        if key not in _results:
-            _results[key] = _run(node, _device(args, kwargs), use)
-        return _results[key]
+        return _results.recall((use, signature(node)), lambda: _run(node, _device(args, kwargs), use))
     finally:
         for made in node.graph.nodes:
             made.meta.clear()  # a graph is a cycle, and tracing goes wrong where these tensors outlive their use
