@@ -6,6 +6,7 @@ CUDA device.
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
 
@@ -13,6 +14,8 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported
+# Set here, for all the processes that this one starts: they collect the same tests, at midnight between two weeks too.
+os.environ.setdefault("GCSOLVE_WEEK", str(datetime.date.today().isocalendar().week))
 
 
 def _has_cuda() -> bool:

@@ -16,10 +16,9 @@ from torch import nn
 import gcsolve
 from gcsolve.errors import ArgumentError, GcsolveError, InfeasibleBudget, TraceError
 from tests import models
-
-
-def _x(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+from tests.plans import mlp_minimum, mlp_plan
+from tests.training import LEAST_S
+from tests.training import x as _x
 
 
 def _fingerprint(model: nn.Module) -> Any:
@@ -213,9 +212,8 @@ def test_budget_below_what_always_lives_says_so_with_the_breakdown() -> None:
 
 
 def test_an_infeasible_budget_names_the_least_that_can_be_met_and_what_sets_it() -> None:
-    torch.manual_seed(0)
     model, x = models.MLP(6, 64), _x(256, 64)
-    least = gcsolve.minimum_budget(model, x)
+    least = gcsolve.minimum_budget(model, x, time_limit_s=LEAST_S)
     plan = gcsolve.solve(model, x, budget=f"{least.one_rerun_bytes}B")
     assert plan.peak_bytes <= least.one_rerun_bytes
     assert least.floor_bytes <= min(least.one_rerun_floor_bytes, least.bytes)
@@ -263,8 +261,7 @@ def test_errors_share_one_root() -> None:
 
 
 def test_plan_attributes_agree_with_each_other() -> None:
-    torch.manual_seed(0)
-    plan = gcsolve.solve(models.MLP(6, 64), _x(256, 64), budget=0.7)
+    plan = mlp_plan(0.7)
     assert sum(plan.breakdown.values()) == plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
     assert plan.any_bound <= plan.lower_bound <= plan.overhead
     assert 0 <= plan.gap < 1
@@ -317,11 +314,9 @@ def test_optimizer_state_counts(optimizer: Any, per_parameter: int) -> None:
 
 
 def test_meta_weights_are_planned_and_say_that_they_cannot_run() -> None:
-    real = models.MLP(6, 64)
     with torch.device("meta"):
         model = models.MLP(6, 64)
-    plan = gcsolve.solve(model, torch.empty(256, 64, device="meta"), budget=0.7)
-    same = gcsolve.solve(real, _x(256, 64), budget=0.7)
+    plan, same = gcsolve.solve(model, torch.empty(256, 64, device="meta"), budget=0.7), mlp_plan(0.7)
     assert plan.peak_bytes == same.peak_bytes
     assert plan.schedule == same.schedule
     with pytest.raises(gcsolve.CallError, match="meta"):
@@ -329,18 +324,12 @@ def test_meta_weights_are_planned_and_say_that_they_cannot_run() -> None:
 
 
 def test_the_same_budget_again_without_tracing_again() -> None:
-    torch.manual_seed(0)
-    model, x = models.MLP(6, 64), _x(256, 64)
-    plan = gcsolve.solve(model, x, budget=1.0)
-    again = plan.at(budget=0.7)
-    assert again.schedule == gcsolve.solve(model, x, budget=0.7).schedule
-    assert plan.at(budget=1.0, solver="store_all").overhead == 0.0
+    assert mlp_plan(0.7).schedule == gcsolve.solve(models.MLP(6, 64), _x(256, 64), budget=0.7).schedule
+    assert mlp_plan(0.7).at(budget=1.0, solver="store_all").overhead == 0.0
 
 
 def test_peaks_and_overheads_follow_falling_budgets() -> None:
-    torch.manual_seed(0)
-    first = gcsolve.solve(models.MLP(8, 64), _x(256, 64), budget=1.0)
-    least = first.minimum_budget().one_rerun_bytes
+    first, least = mlp_plan(1.0), mlp_minimum().one_rerun_bytes
     budgets = [first.baseline_peak_bytes - k * (first.baseline_peak_bytes - least) // 7 for k in range(8)]
     plans = [first.at(budget=f"{b}B") for b in budgets]
     peaks, overheads = [p.peak_bytes for p in plans], [p.overhead for p in plans]

@@ -8,9 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from gcsolve.cli import main
 from gcsolve.cost.devices import devices
+from gcsolve.demo import GPT
 from gcsolve.errors import ArgumentError
 from gcsolve.solver.registry import solvers
 from gcsolve.util.factory import named_factory
@@ -211,20 +213,23 @@ def test_as_a_module():
     assert done.stderr == ""
 
 
-def test_small_demo(capsys):
-    """The demo with one layer: every plan's gradients equal, the solved plan within its budget."""
-    assert main(["demo", "--layers", "1", "--budget", "0.9", "--steps", "2"]) == 0
+def test_demo(capsys, monkeypatch):
+    """As it is called, on a narrower GPT: every plan's gradients equal, the solved plan within half the peak."""
+
+    def narrow() -> tuple[GPT, torch.Tensor]:
+        torch.manual_seed(0)
+        return GPT(vocabulary=512, layers=4, width=96, heads=4), torch.randint(0, 512, (1, 512))
+
+    monkeypatch.setattr("gcsolve.demo.gpt2_small", narrow)
+    assert main(["demo"]) == 0
     out = capsys.readouterr().out
     assert "NOT" not in out
     assert out.count("bitwise equal") == 5
-    solved = next(line for line in out.splitlines() if "solved" in line)
+    solved = next(line for line in out.splitlines() if "solved (" in line)
     assert " yes " in solved
 
 
 @pytest.mark.heavy
-def test_demo_at_half_the_peak(capsys):
-    assert main(["demo"]) == 0
-    out = capsys.readouterr().out
-    assert "NOT" not in out
-    solved = next(line for line in out.splitlines() if "solved (" in line)
-    assert " yes " in solved
+def test_the_demos_model_is_planned_at_half_its_peak(capsys):
+    assert main(["plan", "gcsolve.demo:gpt2_small", "--budget", "0.5"]) == 0
+    assert "of budget" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import gcsolve
 from tests import models
-from tests.training import KeepNothing, assert_same, assert_trains_the_same, total, train
+from tests.training import PLAN_S, KeepNothing, assert_same, assert_trains_the_same, total, train
 from tests.training import x as _x
 
 CASES: dict[str, tuple[Any, Any]] = {
@@ -85,7 +85,7 @@ def test_values_rerun_more_than_once() -> None:
     torch.manual_seed(0)
     model, x = models.MLP(12, 64), _x(512, 64)
     first = gcsolve.solve(model, x, budget=1.0)
-    least = first.minimum_budget()
+    least = first.minimum_budget(time_limit_s=PLAN_S)
     assert least.bytes < least.one_rerun_bytes
     plan = first.at(budget=f"{least.bytes}B")
     assert max(plan.schedule.runs(plan.problem.graph)) > 2

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gcsolve
 from gcsolve.errors import CallError
 from tests import models
-from tests.training import Of, assert_equal, assert_same, gradients, planned_pair, total, train, two_layers, x
+from tests.training import LEAST_S, Of, assert_equal, assert_same, gradients, planned_pair, total, train, two_layers, x
 
 
 def test_functional_call() -> None:
@@ -86,7 +86,11 @@ def test_planned_and_verified_where_gradients_are_off(around: Any) -> None:
     model, example = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 8)), x(16, 8)
     with around():
         plan = gcsolve.solve(model, example, budget=1.0)
-        assert plan.at(budget=f"{plan.minimum_budget().one_rerun_bytes}B").verify(steps=2, repeats=1).ok
+        assert (
+            plan.at(budget=f"{plan.minimum_budget(time_limit_s=LEAST_S).one_rerun_bytes}B")
+            .verify(steps=2, repeats=1)
+            .ok
+        )
     assert_same(train(copy.deepcopy(model), example), train(plan.module, example))
 
 

@@ -12,7 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import gcsolve
-from tests.training import KeepNothing, Of, assert_same, assert_trains_the_same, since_213, total, train, two_layers
+from tests.training import (
+    LEAST_S,
+    KeepNothing,
+    Of,
+    assert_same,
+    assert_trains_the_same,
+    since_213,
+    total,
+    train,
+    two_layers,
+)
 from tests.training import x as _x
 
 
@@ -136,7 +146,7 @@ def test_the_solver_prices_the_mask_against_the_generator_state() -> None:
     )
     values = first.problem.graph.values
     assert (values[mask].size_bytes, values[state].size_bytes) == (512 * 64, 79 * 64)
-    plan = first.at(budget=f"{first.minimum_budget().one_rerun_bytes}B")
+    plan = first.at(budget=f"{first.minimum_budget(time_limit_s=LEAST_S).one_rerun_bytes}B")
     runs = plan.schedule.runs(plan.problem.graph)
     dropouts = [i for i, node in enumerate(plan.problem.graph.nodes) if node.op == "aten.native_dropout.default"]
     assert any(runs[i] > 1 for i in dropouts)

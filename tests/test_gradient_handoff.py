@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gcsolve
-from tests.training import Of, assert_same, x
+from tests.training import LEAST_S, PLAN_S, Of, assert_same, x
 
 
 def _block(autocast: bool = True) -> torch.autocast:
@@ -214,8 +214,8 @@ def test_preference_training_of_a_tied_language_model() -> None:
         (other - nn.functional.logsigmoid(chosen - rejected)).backward()
 
     example = {"input_ids": tokens[2], "labels": tokens[2]}
-    least = gcsolve.minimum_budget(model, example).one_rerun_bytes
-    plan = gcsolve.solve(copy.deepcopy(model), example, budget=f"{int(1.02 * least)}B")
+    least = gcsolve.minimum_budget(model, example, time_limit_s=LEAST_S).one_rerun_bytes
+    plan = gcsolve.solve(copy.deepcopy(model), example, budget=f"{int(1.02 * least)}B", time_limit_s=PLAN_S)
     assert_same(_gradients(model, run), _gradients(plan.module, run))
 
 

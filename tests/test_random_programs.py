@@ -3,11 +3,14 @@
 Each seed is a program of its own: its outputs (values, views, the input, a weight), one or two calls in one backward, with
 and without autocast; planned at its least budget, or with everything rerun. Loss, gradients, buffers and the generator's
 state must be eager's bit for bit after two steps.
+
+Every ISO week of the year has forty seeds of its own; `GCSOLVE_WEEK=7 pytest tests/test_random_programs.py` runs week 7's.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +21,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import gcsolve
-from tests.test_exact import KeepNothing
-from tests.training import assert_same, x
+from tests.training import LEAST_S, PLAN_S, KeepNothing, assert_same, x
 
 ROWS, WIDTH = 8, 16
+
+WEEK = int(os.environ["GCSOLVE_WEEK"])  # `conftest.py` sets it to this week's number, unless it is set
+SEEDS = range(1000 * WEEK, 1000 * WEEK + 40)
 
 Op = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (program, a value, another) -> value
 
@@ -126,7 +131,7 @@ def _trained(module: nn.Module, calls: int, autocast: bool) -> dict[str, Any]:
     return left | {"generator": torch.get_rng_state()}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"week {WEEK}, seed {seed}")
 def test_random_program(seed: int) -> None:
     torch.manual_seed(seed)
     model, draw = Program(seed), random.Random(-seed)
@@ -135,8 +140,9 @@ def test_random_program(seed: int) -> None:
     expected = _trained(copy.deepcopy(model), calls, autocast)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         if least:
-            budget = f"{gcsolve.minimum_budget(model, example, backward_from='all').one_rerun_bytes}B"
-            plan = gcsolve.solve(model, example, budget=budget, backward_from="all")
+            plan = gcsolve.solve(model, example, budget=1.0, backward_from="all")
+            budget_bytes = plan.minimum_budget(time_limit_s=LEAST_S).one_rerun_bytes
+            plan = plan.at(budget=f"{budget_bytes}B", time_limit_s=PLAN_S)
         else:
             plan = gcsolve.solve(model, example, budget="4MB", backward_from="all", solver=KeepNothing())
     assert_same(expected, _trained(plan.module, calls, autocast))

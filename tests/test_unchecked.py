@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import gcsolve
 from gcsolve.capture.replacements import value_checks
-from tests.training import Of, assert_same, x
+from tests.training import LEAST_S, PLAN_S, Of, assert_same, x
 
 WAYS = list(itertools.product((True, False), (True, False), (None, 300, 700), (False, True)))
 
@@ -83,8 +83,8 @@ def test_models_that_use_them(name: str, budget: str) -> None:
     torch.manual_seed(0)
     model = Of(forward, a=a, b=b)
     if budget == "least":
-        budget = f"{gcsolve.minimum_budget(model, inputs).one_rerun_bytes}B"
-    plan = gcsolve.solve(copy.deepcopy(model), inputs, budget=budget)
+        budget = f"{gcsolve.minimum_budget(model, inputs, time_limit_s=LEAST_S).one_rerun_bytes}B"
+    plan = gcsolve.solve(copy.deepcopy(model), inputs, budget=budget, time_limit_s=PLAN_S)
     report = plan.verify(steps=3, repeats=0)
     assert report.differences == ()
     assert abs(report.prediction_error) <= 0.02
