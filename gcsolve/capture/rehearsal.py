@@ -1,96 +1,127 @@
-"""A forward run under observation: the same torch functions every time, and nothing that a trace cannot follow."""
+"""Forward is run on fake tensors before it is traced, to see what it does once, what every time, and what it must not do."""
 
 from __future__ import annotations
 
-from types import CellType, FunctionType
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode, resolve_name
 
-from gcsolve._torch import is_step_of_vmap, transform, tree_map_only
-from gcsolve.capture.module_state import PLAIN, held_tensors, shown, token
-from gcsolve.capture.substitutions import When, substitutes
+from gcsolve.capture.custom_functions import KeptFunctions
+from gcsolve.capture.fake_mode import TrueFakes, forget_fakes
+from gcsolve.capture.flat_module import FlatModule, ForwardRun
+from gcsolve.capture.generators import draws_of_others_wait, draws_on_the_host, host_states, set_host_states
+from gcsolve.capture.hooks import HooksRefused, NewHook
+from gcsolve.capture.joint_trace import fake_tensor
+from gcsolve.capture.module_state import Setting, changed_attribute, plain_attribute, set_attribute
+from gcsolve.capture.patches import During, patched
 from gcsolve.errors import TraceError
-from gcsolve.util.source import running_line
+from gcsolve.util.tree import unflatten
 
 
-class Rehearsed(TorchFunctionMode):
-    """Records the calls of torch functions that a forward makes, and refuses a second run that makes others.
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the first call changes and later ones do not: `settings` and `filled`, as in `Trace`.
 
-    What changes from one run to the next without an argument or an attribute that changed depends on something that a
-    plan cannot see: a counter elsewhere, a generator of another library, the clock.
-
-    Args:
-        calls: those of the first run; None: this is the first.
-        model: what is run, to name what hangs on it.
+    `last`: the run of forward in which it changed only what every call changes.
     """
 
-    def __init__(self, calls: list[Any] | None, model: nn.Module) -> None:
-        super().__init__()
-        self.expected, self.model = calls, model
-        self.calls: list[Any] = []
-        self.uses_autograd = False
-        self.default_dtype = torch.get_default_dtype()
-        self.sets_default_dtype = False
-        self.value_line = ""
-        self.substitutes = substitutes(When.CALLED)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        under = transform()
-        if under in ("Grad", "Jvp"):
-            raise TraceError(
-                f"forward uses a transform of torch.func (grad, jvp) at {running_line()}, which is not traced. Use "
-                "torch.autograd.grad, or plan the submodules beside it: model.part = gcsolve.solve(model.part, ...).module"
-            )
-        kwargs = kwargs or {}
-        if is_step_of_vmap(func):
-            return func(*args, **kwargs)  # the first vmap of a process makes one more
-        real: list[torch.Tensor] = []
-
-        def described(t: torch.Tensor) -> Any:
-            if not under and t.requires_grad and type(t) in (torch.Tensor, nn.Parameter):
-                real.append(t)
-            return (tuple(t.shape), t.dtype)
-
-        arguments = tree_map_only(FunctionType, _written, (args, kwargs))
-        made = (func, token(arguments, described, set()))
-        self.sets_default_dtype |= torch.get_default_dtype() != self.default_dtype
-        self.uses_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-        result = self.substitutes.get(func, func)(*args, **kwargs)
-        if not self.value_line and _follows_from_values(result):
-            self.value_line = running_line()
-        if isinstance(result, PLAIN) and result is not None:
-            return result  # a question (a shape, a dtype); what its answer decides will show
-        if real and isinstance(result, torch.Tensor) and result.requires_grad:
-            name = held_tensors(self.model).get(id(real[0]), ("a tensor from outside the model", None))[0]
-            raise TraceError(
-                f"forward uses {name} ({shown(real[0])}) at {running_line()}: neither a parameter of the model nor an "
-                "argument, so a planned step could not give it its gradient. Register it (nn.ParameterList, nn.ModuleList), "
-                "or pass it as an argument"
-            )
-        at = len(self.calls)
-        self.calls.append(made)
-        if self.expected is not None and (at >= len(self.expected) or self.expected[at] != made):
-            name = resolve_name(func) or getattr(func, "__name__", str(func))
-            raise TraceError(
-                f"forward, run twice on the same input, does not do the same: at {running_line()}, {name} is called "
-                "with other values the second time, or is another function. A counter, a cache or a random generator outside "
-                "torch decides; make it an argument of the model or a buffer (a cache that the first call fills: call the "
-                "model once before planning)"
-            )
-        return result
+    last: ForwardRun
+    settings: tuple[Setting | NewHook, ...]
+    filled: tuple[tuple[str, Any], ...]
 
 
-def _written(function: FunctionType) -> Any:
-    """What tells a function from another: where it is written and what it holds on to. Forward may make it anew in each run
-    (a lambda that is a distance)."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    return (id(function.__code__), function.__defaults__, function.__kwdefaults__, cells)
+def rehearse(flat: FlatModule, mode: TrueFakes, inputs: Sequence[torch.Tensor]) -> Rehearsal:
+    """Run forward on fakes of the flat inputs, until a run changes no plain value. These stay set in `flat`.
+
+    Raises:
+        TraceError: the second run sets plain values too (a counter), or a run draws from Python's or numpy's generator, or
+            a hook changes something.
+    """
+    first, stored = _run(flat, mode, inputs)
+    last = first
+    if first.settings:
+        last, stored = _run(flat, mode, inputs)
+        if last.settings:
+            raise changed_attribute(last.settings[0])
+    before = {name: plain_attribute(flat.model, name) for name in stored}
+    filled = {name: value for name, value in before.items() if not isinstance(value, torch.Tensor)}
+    if filled and _reads(flat, mode, inputs, {name: stored[name] for name in filled}, last):
+        filled = {}
+    flat.runs.latest = last
+    return Rehearsal(last, first.settings, tuple(filled.items()))
 
 
-def _follows_from_values(result: Any) -> bool:
-    """Whether a result is, or has in its shape, a number that only the values of tensors tell."""
-    found = result.shape if isinstance(result, torch.Tensor) else (result,)
-    return any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in found)
+def _reads(
+    flat: FlatModule,
+    mode: TrueFakes,
+    inputs: Sequence[torch.Tensor],
+    filled: dict[str, torch.Tensor],
+    last: ForwardRun,
+) -> bool:
+    """Whether forward does something else than in its `last` run where attributes are filled with tensors already: then the
+    second call is another one than the first."""
+    before = {name: plain_attribute(flat.model, name) for name in filled}
+    for name, tensor in filled.items():
+        set_attribute(flat.model, name, tensor)
+    again = None
+    with contextlib.suppress(Exception):  # it will be raised in the trace of that second call
+        again, _ = _run(flat, mode, inputs)
+    for name, value in before.items():
+        set_attribute(flat.model, name, value)
+    return again is None or (again.calls, again.stored, again.settings) != (last.calls, last.stored, ())
+
+
+def _run(
+    flat: FlatModule, mode: TrueFakes, inputs: Sequence[torch.Tensor]
+) -> tuple[ForwardRun, dict[str, torch.Tensor]]:
+    """What forward does, and the tensors that it stores in attributes, by name.
+
+    Raises:
+        TraceError: it draws from Python's or numpy's global generator.
+    """
+    before = host_states()
+    outputs = _outputs(flat, mode, inputs)
+    run = flat.runs.latest
+    assert run is not None
+    if host_states() != before:
+        _refuse_draws(flat, mode, inputs, before)
+    return run, unflatten(run.effects, outputs)[0] if run.stored else {}
+
+
+def _outputs(flat: FlatModule, mode: TrueFakes, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(HooksRefused(flat.model))
+        stack.enter_context(mode)
+        stack.enter_context(mode.dtypes_checked())
+        stack.enter_context(stack.enter_context(KeptFunctions()).recording())
+        outputs = flat(*(fake_tensor(mode, t) for t in inputs))
+    forget_fakes()
+    return outputs
+
+
+def _refuse_draws(flat: FlatModule, mode: TrueFakes, inputs: Sequence[torch.Tensor], before: dict[str, Any]) -> None:
+    """Tell who drew from a global generator of Python or numpy while forward ran.
+
+    Forward did, if a draw is seen in it, or if the generator moves in each of three runs in which other threads' draws
+    wait. Otherwise another thread did, which is no concern of the plan's.
+
+    Raises:
+        TraceError: forward did. The generators are set back to `before`.
+    """
+    moved = set(before)
+    try:
+        for _ in range(3):
+            with draws_of_others_wait(), patched(During.ALONE):
+                start = host_states()
+                _outputs(flat, mode, inputs)
+                end = host_states()
+            moved &= {name for name in end if end[name] != start[name]}
+            if not moved:
+                return
+        raise draws_on_the_host(sorted(moved))
+    except TraceError:
+        set_host_states(before)
+        raise

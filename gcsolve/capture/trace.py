@@ -1,36 +1,28 @@
-"""Model + inputs -> `Trace`: the joint graph of one training step, traced under fake tensors.
+"""Model + inputs -> `Trace`: the joint graph of one training step, traced with fake tensors.
 
-The model is never run and never touched: a structural copy with fake parameters is traced, so weights may be real, fake
-or on meta, and a failed trace leaves nothing behind.
+The model is neither run nor changed: a structural copy with fake parameters is traced. So its weights may be real, fake or
+on meta, and a failed trace leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from gcsolve._torch import is_compiled, is_compiled_in_place
 from gcsolve.capture import batchnorm
 from gcsolve.capture.autocast import is_weight
 from gcsolve.capture.console import heard
 from gcsolve.capture.context import Context
-from gcsolve.capture.custom_functions import KeptFunctions
 from gcsolve.capture.diagnostics import call_text, subject_text, worded
 from gcsolve.capture.fake_mode import TrueFakes, forget_fakes
-from gcsolve.capture.flat_module import Call, Flat, Seen
-from gcsolve.capture.generators import (
-    StandIns,
-    draws_of_others_wait,
-    draws_on_the_host,
-    host_states,
-    set_host_states,
-)
-from gcsolve.capture.hooks import HooksRefused, NewHook, refuse_hooks
+from gcsolve.capture.flat_module import FlatModule, ForwardRun, TracedCall
+from gcsolve.capture.generators import StandIns
+from gcsolve.capture.hooks import NewHook, refuse_hooks
 from gcsolve.capture.joint import (
     ArgumentGenerator,
     ArgumentInput,
@@ -41,26 +33,35 @@ from gcsolve.capture.joint import (
     summed_otherwise,
 )
 from gcsolve.capture.joint_trace import capture_joint, fake_module, fake_tensor
-from gcsolve.capture.module_state import Setting, attributes_of, changed_attribute, plain_attribute, set_attribute
+from gcsolve.capture.module_state import Setting, attributes_of
 from gcsolve.capture.patches import During, patched
+from gcsolve.capture.refusals import (
+    refuse_compiled,
+    refuse_lazy,
+    refuse_recurrent_dropout,
+    refuse_sparse,
+    refuse_without_gradient,
+)
+from gcsolve.capture.rehearsal import Rehearsal, rehearse
 from gcsolve.capture.target_kernels import TargetKernels
 from gcsolve.errors import ArgumentError, GcsolveError, TraceError
 from gcsolve.util.source import is_user_file, shown_path
-from gcsolve.util.tree import Static, Template, flatten, leaf_paths, sources_of, unflatten
+from gcsolve.util.tree import Template, flatten, leaf_paths, sources_of
 
 
 @dataclass(frozen=True)
 class Trace:
     """One traced step.
 
-    `output_template` rebuilds the model's own output around the flat outputs, `effects_template` what forward changed
-    beside it (`Seen.effects`; None: nothing). `replaced`: attributes whose tensor forward replaces without reading it.
-    `filled`: (name, what is there) of those that hold no tensor yet. `settings`: plain attributes that the first call
-    sets, and hooks that it registers. `takes_gradient[k]`: the plan expects a gradient for flat output k;
-    `differentiable[k]`: the untouched model would accept one. `output_paths[k]` names it.
-    `context`: autocast and default dtype around the call; `backward_context`: around its backward.
-    `target`: the kind of device ("cuda") whose kernels were traced in place of the CPU's, "" when none were;
-    `target_only`: those ops that the CPU cannot run.
+    `output_template`: rebuilds the model's own output around the flat outputs. `effects_template`: what forward changed
+    beside it (`ForwardRun.effects`); None: nothing.
+    `replaced`: attributes whose tensor forward replaces without reading it. `filled`: (name, value before) of those that
+    hold no tensor before the first call. `settings`: plain attributes that the first call sets, and hooks that it registers.
+    `takes_gradient[k]`: the plan expects a gradient for flat output k. `differentiable[k]`: the untouched model would accept
+    one. `output_paths[k]`, `input_paths[k]`: the expressions by which a user reaches flat output k, and tensor k of the call.
+    `context`: autocast and default dtype around the call. `backward_context`: those around its backward.
+    `target`: the kind of device ("cuda") whose kernels were traced in place of the CPU's; "": none were. `target_only`: the
+    ops among these that the CPU cannot run.
     """
 
     joint: Joint
@@ -124,297 +125,86 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={type(model).__name__} is not an nn.Module")
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise TraceError(f"parameter {name} has no shape yet (a lazy module); call the model once before planning")
+    refuse_lazy(model)
     if kernels is not None:
-        _refuse_untraceable(model)
-    _refuse_compiled(model)
+        refuse_recurrent_dropout(model)
+    refuse_compiled(model)
     refuse_hooks(model)
-    # A step is one of training, wherever it is planned.
+    # A step is one of training, whatever the grad mode is where it is planned.
     with patched(During.TRACE), torch.inference_mode(False), torch.enable_grad():
-        return _traced(model, args, kwargs, loss, all_outputs, kernels, autocast_backward)
-
-
-def _traced(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Any,
-    all_outputs: bool,
-    kernels: TargetKernels | None,
-    autocast_backward: bool,
-) -> Trace:
-    tensors, template = flatten((args, kwargs), "example_input")
-    context = Context.here()
-    stand_ins = StandIns(
-        {
-            **{ArgumentGenerator(index): generator for index, generator in enumerate(sources_of(template))},
-            **{
-                AttributeGenerator(name): generator for name, generator in attributes_of(model, torch.Generator).items()
-            },
-        }
-    )
-    flat_inputs = list(tensors)
-    attributes: dict[str, int] = {}
-    known = {id(t) for t in (*model.parameters(), *model.buffers())}
-    for name, tensor in attributes_of(model, torch.Tensor).items():
-        if id(tensor) not in known:
-            attributes[name] = _position(flat_inputs, tensor)
-    call = Call(
-        template,
-        [stand_ins.of[id(generator)] for generator in sources_of(template)],
-        tuple(attributes.items()),
-        loss,
-        all_outputs,
-        kernels,
-        context.casts_once,
-    )
-    real = all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *tensors))
-    mode = TrueFakes(run=real, elsewhere=kernels is not None)
-    copied = _copied(mode, model, stand_ins.of)
-    cumulative = batchnorm.mark(copied)
-    flat = Flat(copied, call)
-    with heard(is_user_file, shown_path) as prints:
-        try:
-            settings, filled = _rehearse(flat, mode, flat_inputs)
-            prints.hush()
-            assert flat.last.seen is not None
-            exported = not (flat.last.seen.uses_autograd or flat.last.seen.sets_default_dtype)
-            flat.last.expected = flat.last.seen.calls if exported else None
-            fakes = [fake_tensor(mode, t) for t in flat_inputs]
-
-            def capture() -> Joint:
-                return capture_joint(
-                    flat,
-                    fakes,
-                    mode,
-                    stand_ins,
-                    leaves=[at for at, t in enumerate(flat_inputs) if is_weight(t)],
-                    exported=exported,
-                    on_cpu=kernels is None,
-                    autocast_backward=autocast_backward,
-                )
-
-            joint = capture()
-            flat.parted = summed_otherwise(joint)
-            if flat.parted:
-                joint = replace(capture(), parted=flat.parted)
-        except GcsolveError:
-            raise
-        except Exception as error:
-            value_line = flat.last.seen.value_line if flat.last.seen else ""
-            subject = subject_text(model, loss, in_loss=flat.last.in_loss)
-            raise worded(error, subject, call_text(model, tensors, template), value_line) from error
-        finally:
-            forget_fakes()
-    seen = flat.last.seen
-    _refuse_sparse(joint)
-    if not any(seen.takes_gradient):
-        raise TraceError(_no_gradient(model, flat_inputs, seen.output))
-    if seen.sets_default_dtype:
-        _name_default_dtypes(joint)
-    name_of = {at: name for name, at in attributes.items() if at >= len(tensors)}
-    inputs = tuple(
-        AttributeInput(name_of[source.index])
-        if isinstance(source, ArgumentInput) and source.index in name_of
-        else source
-        for source in joint.inputs
-    )
-    graph = joint.graph_module.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    counters = {s.name: node for node, s in zip(placeholders, inputs, strict=False) if isinstance(s, BufferInput)}
-    batchnorm.compute_factors(graph, cumulative, counters)
-    read = {
-        source.name
-        for node, source in zip(placeholders, inputs, strict=False)
-        if isinstance(source, AttributeInput) and node.users
-    }
-    paths = {k: path for template in (seen.effects, seen.output) for k, path in leaf_paths(template).items()}
-    names = leaf_paths(template)
-    return Trace(
-        replace(joint, inputs=inputs),
-        seen.output,
-        seen.effects if seen.stored or seen.arguments_changed else None,
-        tuple(name for name in seen.stored if name not in read and name in attributes),
-        filled,
-        settings,
-        seen.takes_gradient,
-        seen.differentiable,
-        tuple(paths[k] for k in range(len(seen.takes_gradient))),
-        tuple(names[k].removeprefix("example_input") for k in range(len(tensors))),
-        context,
-        context if autocast_backward else context.outside_autocast(),
-        kernels.device.kind if kernels else "",
-        tuple(kernels.used) if kernels else (),
-    )
-
-
-def _no_gradient(model: nn.Module, inputs: list[torch.Tensor], output: Template) -> str:
-    """Why there is no backward to plan, and what to change."""
-    kind = type(model).__name__
-    if not leaf_paths(output):
-        made = f" but {output.value!r}" if isinstance(output, Static) else ""
-        return f"{kind} returns no tensor{made}: there is no backward to plan. Let forward return what the loss is taken of"
-    if not any(t.requires_grad for t in (*model.parameters(), *inputs)):
-        return (
-            f"no output of {kind} needs a gradient: every parameter and input has requires_grad=False; there is no backward to "
-            "plan. Call requires_grad_() on what is trained"
+        call = _FlatCall.of(model, args, kwargs)
+        context = Context.here()
+        mode = TrueFakes(run=_is_real(model, call), elsewhere=kernels is not None)
+        copy = _copied(mode, model, call.stand_ins.of)
+        cumulative = batchnorm.mark(copy)
+        traced_call = TracedCall(
+            template=call.template,
+            generators=[call.stand_ins.of[id(generator)] for generator in sources_of(call.template)],
+            attributes=tuple(call.attributes.items()),
+            loss=loss,
+            all_outputs=all_outputs,
+            kernels=kernels,
+            casts_once=context.casts_once,
         )
-    return (
-        f"no output of {kind} needs a gradient, though parameters or inputs do: forward detaches it, computes it under "
-        "torch.no_grad(), or returns whole numbers; there is no backward to plan"
-    )
+        flat = FlatModule(copy, traced_call)
+        with heard(is_user_file, shown_path) as prints, _errors_worded(flat, model, call):
+            rehearsal = rehearse(flat, mode, call.inputs)
+            prints.hush()
+            joint = _captured(flat, mode, call, rehearsal.last, autocast_backward)
+        run = flat.runs.latest
+        assert run is not None
+        refuse_sparse(joint.graph_module.graph)
+        refuse_without_gradient(model, call.inputs, run)
+        if run.sets_default_dtype:
+            _name_default_dtypes(joint.graph_module.graph)
+        joint = _with_attribute_inputs(joint, call)
+        _compute_momentum(joint, cumulative)
+        backward_context = context if autocast_backward else context.outside_autocast()
+        return _trace_of(joint, call, run, rehearsal, context, backward_context, kernels)
 
 
-def _refuse_sparse(joint: Joint) -> None:
-    for node in joint.graph_module.graph.nodes:
-        for made in (node.meta.get("val"),) if isinstance(node.meta.get("val"), torch.Tensor) else ():
-            if made.layout is not torch.strided:
-                raise TraceError(
-                    f"{node.target} makes a sparse tensor ({made.layout}), which is not planned; a gradient of an embedding is "
-                    "dense with sparse=False"
-                )
+# --- the steps of a trace --------------------------------------------------------------------------------------------
 
 
-def _name_default_dtypes(joint: Joint) -> None:
-    """Name the dtype where forward has set the default; refuse an op that takes it from there and has no argument for it."""
-    for node in joint.graph_module.graph.nodes:
-        made: Any = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(made, torch.Tensor) or not made.is_floating_point():
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        with node.meta["val"].fake_mode:
-            dtype = node.target(*args, **kwargs).dtype
-        if dtype != made.dtype and any(argument.name == "dtype" for argument in node.target._schema.arguments):
-            node.kwargs = {**node.kwargs, "dtype": made.dtype}
-        elif dtype != made.dtype:
-            raise TraceError(
-                f"forward sets the default dtype, and {node.target} takes it from there ({made.dtype} in forward, {dtype} in a "
-                "planned step); name the dtype in that call, or set the default around the call of the model"
-            )
+@dataclass(frozen=True)
+class _FlatCall:
+    """A call as flat tensors.
 
-
-def _rehearse(
-    flat: Flat, mode: Any, tensors: list[torch.Tensor]
-) -> tuple[tuple[Setting | NewHook, ...], tuple[tuple[str, Any], ...]]:
-    """Run forward on fakes, to see what it does: the plain values that the first call sets, set in `flat` now, and the
-    attributes that it fills with tensors (`Trace.filled`).
-
-    Raises:
-        TraceError: it sets other plain values in the second call: a counter, or a choice of its own.
+    `inputs`: the first `n_arguments` are the tensors in (args, kwargs), of which `template` is the template; the others are
+    tensors that are plain attributes of modules. `attributes`: name -> index in `inputs`, also of attributes that are among
+    the arguments. `stand_ins`: in place of the call's and the model's random generators.
     """
-    first, stored = _run_on_fakes(flat, mode, tensors)
-    settings, last = first.settings, first
-    if settings:
-        last, stored = _run_on_fakes(flat, mode, tensors)
-        if last.settings:
-            raise changed_attribute(last.settings[0])
-    there = {name: plain_attribute(flat.model, name) for name in stored}
-    filled = {name: old for name, old in there.items() if not isinstance(old, torch.Tensor)}
-    if filled:
-        for name in filled:
-            set_attribute(flat.model, name, stored[name])
-        again = None
-        with contextlib.suppress(Exception):  # raised again when that call comes
-            again, _ = _run_on_fakes(flat, mode, tensors)
-        for name, old in filled.items():
-            set_attribute(flat.model, name, old)
-        flat.last.seen = last
-        if again is None or (again.calls, again.stored, again.settings) != (last.calls, last.stored, ()):
-            filled = {}  # forward reads them: the second call is another
-    return settings, tuple(filled.items())
+
+    inputs: tuple[torch.Tensor, ...]
+    n_arguments: int
+    template: Template
+    attributes: Mapping[str, int]
+    stand_ins: StandIns
+
+    @classmethod
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _FlatCall:
+        arguments, template = flatten((args, kwargs), "example_input")
+        inputs, attributes = list(arguments), dict[str, int]()
+        index_of = {id(t): index for index, t in enumerate(inputs)}
+        registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+        for name, tensor in attributes_of(model, torch.Tensor).items():
+            if id(tensor) not in registered:
+                if id(tensor) not in index_of:
+                    index_of[id(tensor)] = len(inputs)
+                    inputs.append(tensor)
+                attributes[name] = index_of[id(tensor)]
+        of_call = {ArgumentGenerator(index): generator for index, generator in enumerate(sources_of(template))}
+        of_model = {AttributeGenerator(name): g for name, g in attributes_of(model, torch.Generator).items()}
+        return cls(tuple(inputs), len(arguments), template, attributes, StandIns({**of_call, **of_model}))
 
 
-def _run_on_fakes(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[Seen, dict[str, torch.Tensor]]:
-    """What forward does, and what it leaves in attributes by name."""
-    before = host_states()
-    outputs = _run(flat, mode, tensors)
-    seen = flat.last.seen
-    assert seen is not None
-    if host_states() != before:
-        _refuse_draws(flat, mode, tensors, before)
-        flat.last.seen = seen
-    return seen, unflatten(seen.effects, outputs)[0] if seen.stored else {}
+def _is_real(model: nn.Module, call: _FlatCall) -> bool:
+    """Whether no tensor of the model or the call is on meta."""
+    arguments = call.inputs[: call.n_arguments]
+    return all(t.device.type != "meta" for t in (*model.parameters(), *model.buffers(), *arguments))
 
 
-def _run(flat: Flat, mode: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(HooksRefused(flat.model))
-        stack.enter_context(mode)
-        stack.enter_context(mode.dtypes_checked())
-        stack.enter_context(stack.enter_context(KeptFunctions()).recording())
-        outputs = flat(*(fake_tensor(mode, t) for t in tensors))
-    forget_fakes()
-    return outputs
-
-
-def _refuse_draws(flat: Flat, mode: Any, tensors: list[torch.Tensor], before: dict[str, Any]) -> None:
-    """A global generator of Python's or numpy's was drawn from while forward ran. By forward, when that is seen, or happens
-    in every run with other threads waiting; else by another thread, which is nothing to us.
-
-    Raises:
-        TraceError: by forward; the generators are put back.
-    """
-    moved = set(before)
-    try:
-        for _ in range(3):
-            with draws_of_others_wait(), patched(During.ALONE):
-                held = host_states()
-                _run(flat, mode, tensors)
-                now = host_states()
-            moved &= {name for name in now if now[name] != held[name]}
-            if not moved:
-                return
-        raise draws_on_the_host(sorted(moved))
-    except TraceError:
-        set_host_states(before)
-        raise
-
-
-def _position(tensors: list[torch.Tensor], wanted: torch.Tensor) -> int:
-    """Index of that very tensor in the list, where it is put when it is missing."""
-    for at, tensor in enumerate(tensors):
-        if tensor is wanted:
-            return at
-    tensors.append(wanted)
-    return len(tensors) - 1
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    """Modules that are no longer Python; what torch.export says of them names neither the module nor what to do."""
-    for name, module in model.named_modules():
-        path = f"model.{name}" if name else "model"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(
-                f"{path} is TorchScript (torch.jit.script or torch.jit.trace), which is not traced; plan with the Python "
-                "module that it was made of"
-            )
-        if is_compiled(module):
-            raise TraceError(
-                f"{path} is compiled with torch.compile, which is not traced; plan with the module that was compiled, "
-                f"{path}._orig_mod"
-            )
-        if is_compiled_in_place(module):
-            raise TraceError(
-                f"{path} was compiled in place ({path}.compile()), and what is compiled is not traced; plan the model as it is "
-                "without that call"
-            )
-
-
-def _refuse_untraceable(model: nn.Module) -> None:
-    """What torch writes otherwise than it runs, for a device that is not here (torch 2.14: recurrent layers lose their
-    dropout)."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1 and module.training:
-            raise TraceError(
-                f"{name or 'the model'} ({type(module).__name__}) has dropout={module.dropout} between its layers, which "
-                "torch leaves out when it traces for a device that is not here: the plan would train another model. Stack "
-                "one-layer modules with nn.Dropout between them, or set dropout=0"
-            )
-
-
-def _copied(mode: Any, model: nn.Module, generators: dict[int, torch.Generator]) -> nn.Module:
+def _copied(mode: TrueFakes, model: nn.Module, generators: Mapping[int, torch.Generator]) -> nn.Module:
     try:
         return fake_module(mode, model, generators)
     except Exception as error:
@@ -422,3 +212,120 @@ def _copied(mode: Any, model: nn.Module, generators: dict[int, torch.Generator])
             f"{type(model).__name__} could not be copied for tracing ({type(error).__name__}: {error}); an attribute that "
             "copy.deepcopy cannot copy is the usual reason"
         ) from error
+
+
+@contextlib.contextmanager
+def _errors_worded(flat: FlatModule, model: nn.Module, call: _FlatCall) -> Iterator[None]:
+    """In this block, an error that is not gcsolve's own becomes a TraceError; after it, no cache holds fake tensors."""
+    try:
+        yield
+    except GcsolveError:
+        raise
+    except Exception as error:
+        value_line = flat.runs.latest.value_line if flat.runs.latest else ""
+        subject = subject_text(model, flat.call.loss, in_loss=flat.runs.in_loss)
+        tensors = list(call.inputs[: call.n_arguments])
+        raise worded(error, subject, call_text(model, tensors, call.template), value_line) from error
+    finally:
+        forget_fakes()
+
+
+def _captured(flat: FlatModule, mode: TrueFakes, call: _FlatCall, run: ForwardRun, autocast_backward: bool) -> Joint:
+    """The joint graph of `flat`, which then makes the same calls as in `run`."""
+    exported = not (run.uses_autograd or run.sets_default_dtype)
+    flat.runs.expected = run.calls if exported else None
+    fakes = [fake_tensor(mode, t) for t in call.inputs]
+
+    def capture() -> Joint:
+        return capture_joint(
+            flat,
+            fakes,
+            mode,
+            call.stand_ins,
+            leaves=[index for index, t in enumerate(call.inputs) if is_weight(t)],
+            exported=exported,
+            on_cpu=flat.call.kernels is None,
+            autocast_backward=autocast_backward,
+        )
+
+    joint = capture()
+    flat.parted = summed_otherwise(joint)
+    return replace(capture(), parted=flat.parted) if flat.parted else joint
+
+
+def _name_default_dtypes(graph: fx.Graph) -> None:
+    """Where forward has set the default dtype, name it as an argument of the ops that take it.
+
+    Raises:
+        TraceError: an op takes it and has no argument for it.
+    """
+    for node in graph.nodes:
+        traced: Any = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(traced, torch.Tensor) or not traced.is_floating_point():
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        with traced.fake_mode:  # type: ignore[attr-defined]
+            dtype = node.target(*args, **kwargs).dtype
+        if dtype != traced.dtype and any(argument.name == "dtype" for argument in node.target._schema.arguments):
+            node.kwargs = {**node.kwargs, "dtype": traced.dtype}
+        elif dtype != traced.dtype:
+            raise TraceError(
+                f"forward sets the default dtype, and {node.target} takes it from there ({traced.dtype} in forward, {dtype} in "
+                "a planned step); name the dtype in that call, or set the default around the call of the model"
+            )
+
+
+def _with_attribute_inputs(joint: Joint, call: _FlatCall) -> Joint:
+    """The joint graph whose inputs say which of the flat inputs are attributes, and not arguments of the call."""
+    name_of = {index: name for name, index in call.attributes.items() if index >= call.n_arguments}
+    inputs = tuple(
+        AttributeInput(name_of[source.index])
+        if isinstance(source, ArgumentInput) and source.index in name_of
+        else source
+        for source in joint.inputs
+    )
+    return replace(joint, inputs=inputs)
+
+
+def _compute_momentum(joint: Joint, cumulative: Mapping[float, str]) -> None:
+    """Let the graph compute the momentum of each cumulative BatchNorm."""
+    graph = joint.graph_module.graph
+    inputs = zip(graph.find_nodes(op="placeholder"), joint.inputs, strict=False)
+    counters = {source.name: node for node, source in inputs if isinstance(source, BufferInput)}
+    batchnorm.compute_factors(graph, cumulative, counters)
+
+
+def _trace_of(
+    joint: Joint,
+    call: _FlatCall,
+    run: ForwardRun,
+    rehearsal: Rehearsal,
+    context: Context,
+    backward_context: Context,
+    kernels: TargetKernels | None,
+) -> Trace:
+    """The record of a traced step.
+
+    Args:
+        run: the run of forward that was traced.
+    """
+    inputs = zip(joint.graph_module.graph.find_nodes(op="placeholder"), joint.inputs, strict=False)
+    read = {source.name for node, source in inputs if isinstance(source, AttributeInput) and node.users}
+    output_paths = {k: path for template in (run.effects, run.output) for k, path in leaf_paths(template).items()}
+    input_paths = leaf_paths(call.template)
+    return Trace(
+        joint=joint,
+        output_template=run.output,
+        effects_template=run.effects if run.stored or run.arguments_changed else None,
+        replaced=tuple(name for name in run.stored if name not in read and name in call.attributes),
+        filled=rehearsal.filled,
+        settings=rehearsal.settings,
+        takes_gradient=run.takes_gradient,
+        differentiable=run.differentiable,
+        output_paths=tuple(output_paths[k] for k in range(len(run.takes_gradient))),
+        input_paths=tuple(input_paths[k].removeprefix("example_input") for k in range(call.n_arguments)),
+        context=context,
+        backward_context=backward_context,
+        target=kernels.device.kind if kernels else "",
+        target_only=tuple(kernels.used) if kernels else (),
+    )
