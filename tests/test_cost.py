@@ -406,7 +406,7 @@ def test_measured_peak_of_each_op_is_its_outputs_plus_workspace(monkeypatch):
         assert found.measured, f"{node.target} was not measured"
         if "getitem" in str(node.target) or node.target is aten.linalg_cholesky_ex.default:
             continue
-        args, kwargs = alone_room.made_up(node, CPU.kind, alone_room.well_conditioned)
+        args, kwargs = alone_room.synthetic_arguments(node, CPU.kind, alone_room.well_conditioned)
         with torch.no_grad(), PeakMeter() as meter:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         outputs = sum(alone_room.fresh_output_bytes(node).values())

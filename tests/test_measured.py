@@ -195,7 +195,7 @@ def test_indices_are_spread_over_all_that_they_may_name():
         if not bounds:
             continue
         seen.add(node.target.overloadpacket)  # type: ignore[union-attr]
-        args, kwargs = alone.made_up(node, CPU.kind, alone.lively)
+        args, kwargs = alone.synthetic_arguments(node, CPU.kind, alone.lively)
         node.target(*args, **kwargs)  # type: ignore[operator]
         fakes, reals = (alone.leaves(t) for t in (facts.fake_arguments(node), (args, kwargs)))
         for fake, real in zip(fakes, reals, strict=True):

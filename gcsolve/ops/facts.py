@@ -1,4 +1,4 @@
-"""Facts about one op of a traced graph: its arguments by name, its signature, whether it draws random numbers."""
+"""Facts about one op of a traced graph: its arguments by name, its signature, and whether it draws random numbers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from gcsolve import _torch
 
 
 def is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _switched_off(node)
+    """Whether the op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _has_no_dropout(node)
 
 
 def generator_of(node: fx.Node) -> Any:
-    """The generator (a node of the graph) that a random op is given; None: it draws from the default one."""
+    """The generator argument of a random op, a node of the graph; None: it draws from the default generator."""
     return _argument(node, "generator")
 
 
-def _switched_off(node: fx.Node) -> bool:
-    """A random op with probability 0 (attention without dropout) draws nothing."""
+def _has_no_dropout(node: fx.Node) -> bool:
+    """Whether the op's dropout probability is 0: attention without dropout draws nothing."""
     p = _argument(node, "dropout_p")
     return isinstance(p, (int, float)) and p == 0
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    """What an op is called with for an argument, its default included; None for one that it does not have."""
+    """The value of the op's argument `name`, its default if the call does not pass it; None if the op has no such argument."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema else ()):
         if argument.name == name:
@@ -46,30 +47,34 @@ def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Schema name → argument (fake tensors in place of nodes) of an op's call, defaults included."""
+    """Argument name in the op's schema → its value, with fake tensors in place of nodes; defaults included."""
     args, kwargs = fake_arguments(node)
     schema = getattr(node.target, "_schema", None)
     declared = schema.arguments if schema is not None else ()
     defaults = {a.name: a.default_value for a in declared}
-    return {**defaults, **{a.name: given for a, given in zip(declared, args, strict=False)}, **kwargs}
+    return {**defaults, **{a.name: value for a, value in zip(declared, args, strict=False)}, **kwargs}
 
 
 def signature(node: fx.Node) -> str:
-    """The op and all that its run can depend on but the numbers in its tensors: equal for two nodes that run alike."""
-    seen: dict[int, int] = {}
+    """The op and its arguments as text, equal for two nodes whose runs cost the same.
+
+    A tensor argument appears with its dtype, shape, stride and device type, and with which arguments are the same tensor;
+    its content does not appear.
+    """
+    numbers: dict[int, int] = {}  # id of a tensor -> its number in the text
 
     def text(leaf: Any) -> str:
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
-        at = seen.setdefault(id(leaf), len(seen))  # the same tensor twice is read once
+        number = numbers.setdefault(id(leaf), len(numbers))  # a tensor that is passed twice is read once
         dtype = str(leaf.dtype).removeprefix("torch.")
-        return f"%{at}:{dtype}{list(leaf.shape)}/{list(leaf.stride())}@{leaf.device.type}"
+        return f"%{number}:{dtype}{list(leaf.shape)}/{list(leaf.stride())}@{leaf.device.type}"
 
     args, kwargs = _torch.pytree.tree_map(lambda leaf: _Text(text(leaf)), fake_arguments(node))
     return f"{node.target}{args}{kwargs or ''}"
 
 
 class _Text(str):
-    """Text that prints without quotes."""
+    """Text whose repr has no quotes."""
 
     __repr__ = str.__str__

@@ -1,9 +1,9 @@
-"""Measured peak memory and step time: the numbers that predictions are held against.
+"""Measured peak memory and run time of code: the figures that predictions are compared with.
 
-On CPU the peak is the running sum of the allocator's own events (what `torch.profiler(profile_memory=True)` records),
-so workspace that ops take and give back inside one call is seen. Not seen: memory that a library takes past torch's
-allocator, allocations by other Python threads, and rounding (sizes are as asked for). On CUDA it is
-`torch.cuda.max_memory_allocated`.
+On CPU the peak is the largest running sum of the allocator's own events (what `torch.profiler(profile_memory=True)`
+records), so it includes workspace that an op allocates and frees inside one call. It does not include memory that a library
+allocates without torch's allocator, allocations by other Python threads, and rounding (sizes are those requested). On CUDA
+the peak is `torch.cuda.max_memory_allocated`.
 """
 
 from __future__ import annotations
@@ -22,36 +22,42 @@ from gcsolve.errors import CallError
 
 
 def peak_of_events(events: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """(peak, end) bytes of a list of (address, bytes) events, frees negative.
+    """(largest, last) value of the running sum of allocated bytes.
 
-    A free counts only when the same address was allocated in the list: a tensor from before is not part of the sum,
-    so giving it back must not make room in it. (The allocator's table may even hold a wrong size for such an address.)
+    Args:
+        events: (address, bytes) of each allocation (bytes > 0) and each free (bytes < 0), in order.
+
+    A free counts only if the same address was allocated within `events`. The running sum does not include a tensor from
+    before, so freeing it must not lower the sum. (The allocator's table may even hold a wrong size for such an address.)
     """
-    live: dict[int, int] = {}
-    now = peak = 0
+    live_bytes: dict[int, int] = {}  # by address
+    total_bytes = peak_bytes = 0
     for address, size in events:
         if size > 0:
-            # An address can only be handed out again after a free that was not recorded (another thread's).
-            now += size - live.get(address, 0)
-            live[address] = size
-            peak = max(peak, now)
+            # An address is allocated twice only if a free between was not recorded (another thread's).
+            total_bytes += size - live_bytes.get(address, 0)
+            live_bytes[address] = size
+            peak_bytes = max(peak_bytes, total_bytes)
         else:
-            now -= live.pop(address, 0)
-    return peak, now
+            total_bytes -= live_bytes.pop(address, 0)
+    return peak_bytes, total_bytes
 
 
 class PeakMeter:
-    """Context manager: the most memory that was allocated inside and alive at one moment.
+    """Context manager that measures the peak of the memory allocated within its block.
 
     Args:
-        device: "cpu" or a CUDA device; what runs elsewhere is not counted.
+        device: "cpu" or a CUDA device; allocations on other devices are not counted.
 
-    After the block: `peak_bytes`, `end_bytes` (what was allocated inside and is still alive at its end). Both are on
-    top of what lived at entry. On CPU, a tensor from before that is freed inside makes no room in the count, so let
-    nothing that matters die inside (set gradients to None before, not within).
+    Attributes:
+        peak_bytes: the most bytes that were allocated within the block and alive at one moment, set when the block ends.
+        end_bytes: the bytes that were allocated within the block and are alive at its end, set when the block ends.
+
+    Neither includes what was alive when the block began. On CPU, freeing a tensor from before the block does not lower
+    the count, so free such tensors before the block (set gradients to None before, not within).
 
     Raises:
-        CallError: a torch profiler is running in this thread; the two cannot be on at once.
+        CallError: a torch profiler is running in this thread; two cannot run at once.
 
     Examples:
         >>> with PeakMeter() as meter:
@@ -64,14 +70,14 @@ class PeakMeter:
         self.device = torch.device(device)
         self.peak_bytes = 0
         self.end_bytes = 0
-        self._before = 0
+        self._entry_bytes = 0
 
     def __enter__(self) -> PeakMeter:
-        gc.collect()  # garbage from before must not be freed within: see above
+        gc.collect()  # garbage that is freed within the block would not lower the count
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
+            self._entry_bytes = torch.cuda.memory_allocated(self.device)
             return self
         if _torch.profiler_running():
             raise CallError("memory cannot be measured while a torch profiler is running in this thread; stop it first")
@@ -81,8 +87,8 @@ class PeakMeter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
-            self.end_bytes = torch.cuda.memory_allocated(self.device) - self._before
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._entry_bytes
+            self.end_bytes = torch.cuda.memory_allocated(self.device) - self._entry_bytes
             return
         self.peak_bytes, self.end_bytes = peak_of_events(_torch.stop_memory_profile())
 
@@ -95,18 +101,18 @@ def interleaved_samples(
     device: str | torch.device = "cpu",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Seconds of each run of each callable, all of them run in turn in every round so that drift hits them alike.
+    """Seconds of each run of each callable. Every round runs all of them, so that a machine's drift affects all alike.
 
     Args:
-        callables: what to time.
-        repeats: rounds; every second one runs in reverse order, and every two begin with another callable, as what ran
-            before leaves the memory and the caches in its own state.
+        callables: the functions to time.
+        repeats: timed rounds. Every second round runs in reverse order, and every pair of rounds begins with another
+            callable, because a run depends on the memory and the caches that the run before it leaves.
         warmup: untimed rounds before.
-        device: where they run; on CUDA each run is waited for.
-        clock: seconds; `time.process_time` (CPU seconds of all threads) is the one to trust on a busy machine.
+        device: where they run; on CUDA the clock stops when the device has finished.
+        clock: returns seconds; `time.process_time` (CPU seconds of all threads) is more reliable on a busy machine.
 
     Returns:
-        for each callable its seconds, one a round, in the order of the rounds.
+        a list for each callable: its seconds in each round, in the order of the rounds.
     """
 
     def finish() -> None:
@@ -128,5 +134,5 @@ def interleaved_samples(
 
 
 def interleaved_times(callables: Sequence[Callable[[], Any]], repeats: int = 5, **options: Any) -> list[float]:
-    """Median seconds of each callable; `options` as for `interleaved_samples`."""
-    return [statistics.median(s) for s in interleaved_samples(callables, repeats, **options)]
+    """Median seconds of each callable; `options`: the keyword arguments of `interleaved_samples`."""
+    return [statistics.median(samples) for samples in interleaved_samples(callables, repeats, **options)]

@@ -1,7 +1,7 @@
-"""Running one op of a traced graph alone, on the machine at hand, with made-up tensors in place of its arguments.
+"""Runs one op of a traced graph alone on this machine, with synthetic tensors as its arguments.
 
-`workspace.py` does it for the bytes an op takes, `measured.py` for its seconds. Only ops that compute and nothing else
-are run (a collective would wait for its peers), and none whose operands would take much of the free memory.
+`cost/workspace.py` measures the op's bytes so, `cost/measured.py` its seconds. Only ops without side effects are run (a
+collective would wait for its peers), and none whose operands and results would take much of the free memory.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from gcsolve.ops.facts import fake_arguments, named_arguments
 
 aten = torch.ops.aten
 
-MAX_MEMORY_SHARE = 0.25  # of the free memory: an op whose operands and results take more is not run
+MAX_MEMORY_SHARE = 0.25  # of the free memory; an op whose operands and results take more is not run
 
 _PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "gcsolve"})
 
-# Ops that read something a made-up tensor cannot stand for (a packed or library-made buffer): a kernel trusts it blindly
-# and may end the process.
-# oneDNN's recurrent layers keep numbers alone, so any buffer of the right size will do.
+# Ops that read a buffer in a library's own format. Their kernels do not check it, so a synthetic one may end the process.
+# The buffer of oneDNN's recurrent layers holds numbers alone, so any of the right size will do.
 _OPAQUE = re.compile(r"(?<!mkldnn_)rnn|lstm|gru|miopen|sparse|quantiz|fbgemm|packed")
 
-# oneDNN's LSTM layers keep a buffer for their backward and take about as much to work in, most of such a layer's memory,
-# and no rule tells how much: one is run once though the model's weights are on meta, when it is small enough.
+# oneDNN's LSTM layers keep a buffer for backward and need a workspace of about its size; both are most of the layer's memory,
+# and no formula for them is known. Such an op is run once if it is small enough, even if the model's weights are on meta.
 SIZED_BY_KERNELS = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default})
 
-Fill = Callable[[torch.Tensor, str, int], torch.Tensor]  # (fake, device, values an index into something may take)
+Fill = Callable[[torch.Tensor, str, int], torch.Tensor]
+"""(fake tensor, device, bound) -> a real tensor of its shape, stride and dtype; if it holds indices, they are below `bound`."""
 
 
 def may_run(node: fx.Node) -> bool:
-    """Whether running the op alone has no effect but its result."""
+    """Whether the op can be run alone: it has no effect but its results, and it takes synthetic operands."""
     target = node.target
     if not isinstance(target, _torch.OpOverload) or target.namespace not in _PURE_NAMESPACES:
         return False
-    return not _OPAQUE.search(str(target)) and not _lacks_its_buffer(node)
+    return not _OPAQUE.search(str(target)) and not _has_unsized_buffer(node)
 
 
-def _lacks_its_buffer(node: fx.Node) -> bool:
-    """Whether a recurrent layer's backward would read a buffer of a size that is not known."""
+def _has_unsized_buffer(node: fx.Node) -> bool:
+    """Whether the op is a recurrent layer's backward whose buffer has no known size (0 elements in the trace)."""
     if node.target is not aten.mkldnn_rnn_layer_backward.default:
         return False
     return named_arguments(node)["workspace"].numel() == 0
 
 
 def fits(node: fx.Node, free_bytes: int) -> bool:
-    """Whether the op's operands and results are a small enough part of `free_bytes`; False while a size is unknown."""
+    """Whether the op's operands and results take a small enough share of `free_bytes`; False if a size is symbolic."""
     tensors = [t for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
     sizes = [s for t in tensors for s in (*t.shape, *t.stride())]
     if not all(isinstance(s, int) for s in sizes):
@@ -63,12 +63,12 @@ def fits(node: fx.Node, free_bytes: int) -> bool:
 
 
 def operand_bytes(node: fx.Node) -> int:
-    """Bytes from the first to the last element of every tensor argument."""
+    """Bytes of all tensor arguments, each from its first to its last element."""
     return sum(_extent_bytes(t) for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor))
 
 
 def fresh_output_bytes(node: fx.Node) -> dict[int, int]:
-    """Storage → bytes of the outputs that are not views of inputs."""
+    """Storage key → bytes of each storage that the op allocates for its outputs (views of inputs have none)."""
     inputs = {_torch.storage_key(t) for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)}
     outputs = [t for t in leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
     keyed = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in outputs}
@@ -82,29 +82,33 @@ def run_alone(
     use: Callable[[Callable[[], Any]], Any],
     copies: int = 1,
 ) -> Any:
-    """`use(run)` of the first filling that the op accepts; None when it will not run on any.
+    """The answer of `use(run)`, where `run()` calls the op once; None if the op raises for each of `fills`.
 
-    `run()` calls the op once. Autocast and any tracing mode are off, and the random state is as before after. The grad mode is
-    on as in a step (a few kernels keep a buffer only then), and nothing requires a gradient.
+    Autocast and all tracing modes are off, and the random state is restored afterwards. The grad mode is on as in a step
+    (a few kernels keep a buffer only then), and no operand requires a gradient.
 
     Args:
+        node: the op.
         kind: the kind of device to run on, "cpu" or "cuda".
-        copies: so many sets of operands are used in turn, and of each the last result is kept: with enough of them,
-            operands and results have left the caches when their turn comes. One: nothing is kept.
+        fills: how to fill the operands; the first with which the op runs is used.
+        use: called with `run`; measures it.
+        copies: the number of sets of operands, which `run()` takes in turn. With 2 or more, the last result of each set is
+            kept, so that with enough sets, operands and results are no longer in the caches when their turn comes.
     """
     draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    kept = _random_state_kept(kind) if draws else contextlib.nullcontext()
-    with _torch.no_modes(), torch.enable_grad(), _torch.disable_autocast(), kept:
+    random_state = _restored_random_state(kind) if draws else contextlib.nullcontext()
+    with _torch.no_modes(), torch.enable_grad(), _torch.disable_autocast(), random_state:
         for fill in fills:
             try:
-                first = made_up(node, kind, fill)
+                first = synthetic_arguments(node, kind, fill)
                 return use(_in_turn(node.target, [first, *(_copied(first) for _ in range(copies - 1))]))
             except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError):
-                continue  # values that this op refuses (a singular matrix), or a kernel that is not built here
+                continue  # the op refuses these values (a singular matrix), or this build of torch has no kernel for it
     return None
 
 
 def _in_turn(target: Any, operands: list[Any]) -> Callable[[], Any]:
+    """A function that calls `target` with the next (args, kwargs) of `operands`, round and round."""
     if len(operands) == 1:
         args, kwargs = operands[0]
         return lambda: target(*args, **kwargs)
@@ -112,68 +116,69 @@ def _in_turn(target: Any, operands: list[Any]) -> Callable[[], Any]:
     turns = itertools.cycle(range(len(operands)))
 
     def run() -> Any:
-        at = next(turns)
-        args, kwargs = operands[at]
-        results[at] = target(*args, **kwargs)
-        return results[at]
+        i = next(turns)
+        args, kwargs = operands[i]
+        results[i] = target(*args, **kwargs)
+        return results[i]
 
     return run
 
 
 def _copied(tree: Any) -> Any:
-    """The same tensors elsewhere in memory; one that is there twice stays one."""
-    made: dict[int, torch.Tensor] = {}
+    """The tree with a copy of each distinct tensor; a tensor that occurs twice has one copy."""
+    copies: dict[int, torch.Tensor] = {}
 
     def copy(t: torch.Tensor) -> torch.Tensor:
-        if id(t) not in made:
+        if id(t) not in copies:
             flat = t.as_strided((_extent_bytes(t) // t.element_size(),), (1,)).clone()
-            made[id(t)] = flat.as_strided(t.shape, t.stride())
-        return made[id(t)]
+            copies[id(t)] = flat.as_strided(t.shape, t.stride())
+        return copies[id(t)]
 
     return _torch.pytree.tree_map_only(torch.Tensor, copy, tree)
 
 
 @contextlib.contextmanager
-def _random_state_kept(kind: str) -> Iterator[None]:
+def _restored_random_state(kind: str) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if kind == "cuda" else []):
         yield
 
 
 def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree of lists, tuples and dicts."""
     return _torch.pytree.tree_leaves(tree)
 
 
-# --- made-up tensors -------------------------------------------------------------------------------------------------
+# --- synthetic tensors -----------------------------------------------------------------------------------------------
 
 
-def made_up(node: fx.Node, kind: str, fill: Fill) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The node's arguments with real tensors of the same sizes, strides and dtypes in place of the fake ones."""
-    made: dict[int, torch.Tensor] = {}
-    bounds, demanding = _index_bounds(node), _demanding(node)
+def synthetic_arguments(node: fx.Node, kind: str, fill: Fill) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's (args, kwargs) with real tensors of the same shapes, strides and dtypes in place of the fake ones."""
+    tensors: dict[int, torch.Tensor] = {}
+    bounds, costliest = _index_bounds(node), _costliest_values(node)
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
             return torch.device(kind)
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) not in made:
-            where = "cpu" if leaf.device.type == "cpu" and leaf.dim() == 0 else kind
-            made[id(leaf)] = fill(leaf, where, bounds.get(id(leaf), 1))
-            if id(leaf) in demanding:
-                made[id(leaf)].fill_(demanding[id(leaf)])
-        return made[id(leaf)]
+        if id(leaf) not in tensors:
+            device = "cpu" if leaf.device.type == "cpu" and leaf.dim() == 0 else kind
+            tensors[id(leaf)] = fill(leaf, device, bounds.get(id(leaf), 1))
+            if id(leaf) in costliest:
+                tensors[id(leaf)].fill_(costliest[id(leaf)])
+        return tensors[id(leaf)]
 
     return _torch.pytree.tree_map(real, fake_arguments(node))
 
 
 def zeros(like: torch.Tensor, device: str, _bound: int) -> torch.Tensor:
-    """Valid for every index, label and mask."""
+    """A `Fill` with zeros, which are valid for every index, label and mask."""
     flat = torch.zeros(_extent_bytes(like) // like.element_size(), dtype=like.dtype, device=device)
     return flat.as_strided(like.shape, like.stride())
 
 
 def well_conditioned(like: torch.Tensor, device: str, bound: int) -> torch.Tensor:
-    """Positive definite matrices, for the linear algebra that refuses zeros."""
+    """A `Fill` with identity matrices, for linear algebra that refuses zeros; other tensors are zeros."""
     t = zeros(like, device, bound)
     if t.dim() >= 2 and t.shape[-1] == t.shape[-2] and t.dtype.is_floating_point:
         t.diagonal(dim1=-2, dim2=-1).fill_(1.0)
@@ -181,8 +186,11 @@ def well_conditioned(like: torch.Tensor, device: str, bound: int) -> torch.Tenso
 
 
 def lively(like: torch.Tensor, device: str, bound: int) -> torch.Tensor:
-    """Values that take their usual time: numbers in 0.5 .. 1.5 (no root, logarithm or quotient of them is special or
-    tiny), coin tosses for masks, indices spread over all that they may name."""
+    """A `Fill` with values that take an op's usual time.
+
+    Numbers are in 0.5 .. 1.5 (no root, logarithm or quotient of them is a special case or denormal), a mask's are random,
+    and indices are spread over all values below `bound`.
+    """
     t = zeros(like, device, bound)
     flat = t.as_strided((_extent_bytes(like) // like.element_size(),), (1,))
     seeded = torch.Generator(device=flat.device).manual_seed(0)
@@ -200,14 +208,14 @@ def lively(like: torch.Tensor, device: str, bound: int) -> torch.Tensor:
 
 
 def _extent_bytes(t: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Bytes from the first to the last element of the tensor."""
     if t.numel() == 0:
         return 0
     return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
 
 
 def _index_bounds(node: fx.Node) -> dict[int, int]:
-    """id of an argument that holds indices → how many values an index may take."""
+    """id of each argument that holds indices → the number of values that an index may take."""
     packet = getattr(node.target, "overloadpacket", None)
     rule = _INDEXING.get(packet)
     if rule is None:
@@ -216,29 +224,29 @@ def _index_bounds(node: fx.Node) -> dict[int, int]:
     return {id(t): n for t, n in rule(named) if isinstance(t, torch.Tensor) and not t.dtype.is_floating_point}
 
 
-def _demanding(node: fx.Node) -> dict[int, float]:
-    """id of an argument → the value, throughout, for which the op takes the most memory."""
-    rule = _DEMANDING.get(getattr(node.target, "overloadpacket", None))
+def _costliest_values(node: fx.Node) -> dict[int, float]:
+    """id of an argument → the value that makes the op take the most memory if all elements of the argument have it."""
+    rule = _COSTLIEST_VALUES.get(getattr(node.target, "overloadpacket", None))
     if rule is None:
         return {}
     return {id(t): value for t, value in rule(named_arguments(node)) if isinstance(t, torch.Tensor)}
 
 
 def _one_group(named: dict[str, Any]) -> list[tuple[Any, float]]:
-    """All that is divided among the groups goes to the first: on a CPU, its part is cast or copied."""
+    """Everything belongs to the first group: on a CPU, each group's part is cast or copied."""
     left, right = named["self"], named["mat2"]
-    divided = left.shape[0] if right.dim() == 3 else right.shape[-1] if left.dim() == 3 else left.shape[-1]
-    return [(named["offs"], divided)]
+    size = left.shape[0] if right.dim() == 3 else right.shape[-1] if left.dim() == 3 else left.shape[-1]
+    return [(named["offs"], size)]
 
 
-_DEMANDING: dict[Any, Callable[[dict[str, Any]], list[tuple[Any, float]]]] = {
+_COSTLIEST_VALUES: dict[Any, Callable[[dict[str, Any]], list[tuple[Any, float]]]] = {
     aten._grouped_mm: _one_group,
     aten._embedding_bag_backward: lambda named: [(named["bag_size"], 1)],  # empty bags are left out
     # The polynomial is of the highest degree, and keeps the most powers, from a norm of 2 on.
     aten.linalg_matrix_exp: lambda named: [(named["self"], 32 / max(1, named["self"].shape[-1]))],
 }
 
-Bounds = list[tuple[Any, int]]
+Bounds = list[tuple[Any, int]]  # (argument that holds indices, number of values that an index may take)
 
 
 def _along_dim(named: dict[str, Any]) -> Bounds:
