@@ -1,10 +1,10 @@
-"""What one run of an op costs: the contract, and the two models that run nothing.
+"""The interface of cost models, which say what one run of an op costs, and the two models that run nothing.
 
-| model | unit | cost of an op |
+| model | unit | cost of one run of an op |
 |---|---|---|
 | `flops` | flops | its FLOPs; without a formula, bytes moved / `BYTES_PER_FLOP` |
-| `roofline` | s | max(FLOPs / peak for the dtype, bytes moved / bandwidth) + launch + random numbers drawn; a view: nothing |
-| `measured` | s | its run on this machine, see `measured.py`; roofline for what cannot be run alone |
+| `roofline` | s | max(FLOPs / peak for the dtype, bytes moved / bandwidth) + launch + random numbers drawn; 0 for a view |
+| `measured` | s | measured on this machine, see `measured.py`; roofline for an op that cannot be run alone |
 """
 
 from __future__ import annotations
@@ -19,17 +19,24 @@ from gcsolve.cost.devices import DeviceSpec
 if TYPE_CHECKING:
     from torch import fx
 
-# An elementwise float32 op does about one FLOP for the 8 to 12 bytes it moves; 4 leans to the side of counting it.
+# An elementwise float32 op does about one FLOP for each 8 to 12 bytes that it moves; 4 rather overestimates its cost.
 BYTES_PER_FLOP = 4
 
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """What a cost model may know of one op.
+    """The facts about one op that a cost model may use.
 
-    `target`: the op's name. `flops`: 0 when `has_formula` is False. `bytes_moved`: read + written; 0 for a view.
-    `dtype`: of its arithmetic, as in "float32" or "tf32". `device`: type of the device it was traced on. `seconds`: what
-    `register_cost` was told of it, else None. `draws`: random numbers drawn. `signature`: equal for two ops that run alike.
+    Attributes:
+        target: the op's name, as in "aten.mm.default".
+        flops: FLOPs of one run; 0 if `has_formula` is False.
+        has_formula: whether a formula for the op's FLOPs is known.
+        bytes_moved: bytes read + bytes written; 0 for a view.
+        dtype: the dtype of its arithmetic, as in "float32" or "tf32".
+        device: the type of the device it was traced on.
+        seconds: the seconds that a function given to `register_cost` returned for it; None without one.
+        draws: the number of random numbers that it draws.
+        signature: text that is equal for two ops whose runs cost the same.
     """
 
     target: str
@@ -44,7 +51,7 @@ class OpInfo:
 
 
 class Basis(enum.Enum):
-    """What the cost of one op rests on; the value says it to a person."""
+    """Where the cost of one op comes from; the values are texts for people."""
 
     MODEL = "the model's own rule"
     BYTES = "bytes moved: the op has no FLOP formula"
@@ -53,9 +60,9 @@ class Basis(enum.Enum):
 
 @runtime_checkable
 class CostModel(Protocol):
-    """What one run of an op costs: `cost(op)`, a finite number ≥ 0 in `unit`, the same for the same op.
+    """A cost model: `cost(op)` is a finite number ≥ 0 in `unit`, the same for equal ops.
 
-    An object of the user's needs `name`, `unit` and `cost`; subclassing gives it the other two methods.
+    An object of the user's needs `name`, `unit` and `cost`; a subclass inherits the other two methods.
     """
 
     name: ClassVar[str]
@@ -64,24 +71,24 @@ class CostModel(Protocol):
     def cost(self, op: OpInfo) -> float: ...
 
     def prepare(self, nodes: Sequence[fx.Node], progress: bool | None = False) -> CostModel:
-        """The model, ready for the ops of one graph. A model that measures does it here.
+        """The model for the ops of one graph. A model that measures ops does so here.
 
         Args:
             nodes: the graph's fx nodes, with fake tensors in `meta["val"]`.
-            progress: show a bar; None: only on a terminal.
+            progress: show a progress bar; None: only in a terminal or a watched notebook.
         """
         del nodes, progress
         return self
 
     def basis(self, op: OpInfo) -> Basis:
-        """What `cost(op)` rests on."""
+        """Where `cost(op)` comes from."""
         without_formula = not op.has_formula and (op.seconds is None or self.unit == "flops")
         return Basis.BYTES if without_formula else Basis.MODEL
 
 
 @dataclass(frozen=True)
 class Flops(CostModel):
-    """Count arithmetic alone, as the literature's overhead figures do."""
+    """FLOPs alone, as in the overhead figures of the literature."""
 
     name: ClassVar[str] = "flops"
     unit: ClassVar[str] = "flops"
@@ -92,7 +99,7 @@ class Flops(CostModel):
 
 @dataclass(frozen=True)
 class Roofline(CostModel):
-    """Seconds on `device` if every op ran at the device's own limits."""
+    """Seconds on `device` if every op ran at the device's peak rates."""
 
     device: DeviceSpec
     name: ClassVar[str] = "roofline"

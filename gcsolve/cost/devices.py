@@ -1,12 +1,12 @@
-"""What a device can do: memory, bandwidth, arithmetic. Peaks are dense (no structured sparsity), as the vendor prints.
+"""Devices by name, with their memory, bandwidth and peak arithmetic rates as the vendors print them.
 
-A plan depends on the ratios of these figures (FLOP to byte to launch), hardly on their size, and no efficiency is
-guessed: `calibrated()` measures the rates that a device which is here really reaches. float32 is the plain (CUDA core)
-rate and "tf32" that of tensor cores on float32, which torch uses when its settings allow; "float8" stands for all 8-bit
-kinds. GPU `memory_bytes` is the printed number at 1 GB = 1e9 bytes, of which a driver keeps some. `launch_s` is a usual
-time between two small kernels in eager PyTorch, not a vendor's figure.
+Rates are for dense operands (no structured sparsity). float32 is the rate of the CUDA cores, "tf32" that of tensor cores
+on float32, which torch uses if its settings allow; "float8" stands for all 8-bit formats. `memory_bytes` of a GPU is the
+printed number at 1 GB = 1e9 bytes, of which the driver keeps some. `launch_s` is a usual time between two small kernels in
+eager PyTorch, not a vendor's figure. A plan depends on the ratios of these figures (FLOP to byte to launch) rather than
+on their size, so no efficiency is assumed; `calibrated()` measures the rates that a device of this machine reaches.
 
-The `cpu` entry is a constant, so that the same input gives the same plan everywhere. Your own device:
+The `cpu` entry is a constant, so that the same input gives the same plan on every machine. Your own device:
 
     from gcsolve.cost.devices import DeviceSpec, register_device
     register_device(DeviceSpec("t4", 16e9, 320e9, {"float32": 8.1e12, "float16": 65e12}, source="NVIDIA T4 datasheet"))
@@ -28,9 +28,9 @@ from gcsolve.util.checks import number, whole
 
 _CUDA_LAUNCH_S = 5e-6
 
-# kind of device → (share of its memory, least bytes) that a budget nobody gave leaves free. CUDA: the context, what
-# libraries take past torch's allocator, and its fragmentation. Apple: the memory is the whole machine's, and Metal
-# recommends no more than about three quarters of it. CPU: whatever else runs.
+# kind of device → (share of its memory, least bytes) that a default budget leaves free. CUDA: for the context, what
+# libraries allocate without torch's allocator, and its fragmentation. Apple: the memory is the whole machine's, and Metal
+# recommends no more than about three quarters of it. CPU: for other processes.
 RESERVES = {"cuda": (0.05, 10**9), "mps": (0.25, 10**9), "cpu": (0.1, 10**9)}
 
 
@@ -42,22 +42,22 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device.
+    """The figures of one device.
 
     Args:
-        name: what `device=` calls it.
-        memory_bytes: all of its memory.
-        bandwidth_bytes_per_s: to its main memory.
-        peak_flops: dtype ("float32") → FLOP/s. float32 must be there and stands in for dtypes that are not.
-        launch_s: least seconds an op takes.
+        name: the name that `device=` accepts.
+        memory_bytes: its whole memory.
+        bandwidth_bytes_per_s: of its main memory.
+        peak_flops: dtype ("float32") → FLOP/s. float32 is required, and is the rate of dtypes that are missing.
+        launch_s: the least seconds that an op takes.
         allocator_block_bytes: allocations are rounded up to multiples of this.
-        kind: "cuda" (ROCm included), "mps" or "cpu": which kernels will run there.
+        kind: "cuda" (ROCm included), "mps" or "cpu", which decides the kernels that run there.
         source: where the figures are from.
-        draw_s: seconds that a random number takes on top, where they are drawn one after the other (a CPU).
+        draw_s: seconds that each random number adds, if they are drawn one after the other (on a CPU).
 
     Raises:
-        ArgumentError: a figure is not a finite number > 0 (bytes: whole), the name is empty, a dtype is not known, or float32
-            is missing.
+        ArgumentError: memory, block, bandwidth or a rate is not a finite number > 0 (bytes: a whole one), `launch_s` or
+            `draw_s` is not one ≥ 0, the name is empty, the kind or a dtype is not known, or float32 is missing.
     """
 
     name: str
@@ -73,38 +73,42 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ArgumentError(f"name={self.name!r} of a device must be a text that device= can call it by")
-        told = f"device {self.name!r}: "
+        prefix = f"device {self.name!r}: "
         for label in ("memory_bytes", "allocator_block_bytes"):
-            object.__setattr__(self, label, whole(f"{told}{label}", getattr(self, label), least=1))
+            object.__setattr__(self, label, whole(f"{prefix}{label}", getattr(self, label), least=1))
         if not isinstance(self.peak_flops, Mapping) or "float32" not in self.peak_flops:
-            known = sorted(map(str, self.peak_flops)) if isinstance(self.peak_flops, Mapping) else repr(self.peak_flops)
-            raise ArgumentError(f"{told}peak_flops has no float32, only {known}")
+            content = (
+                sorted(map(str, self.peak_flops)) if isinstance(self.peak_flops, Mapping) else repr(self.peak_flops)
+            )
+            raise ArgumentError(f"{prefix}peak_flops has no float32, only {content}")
         for dtype in self.peak_flops:
             if dtype not in _DTYPES:
-                raise ArgumentError(f"{told}peak_flops[{dtype!r}] is no dtype; known: {', '.join(_DTYPES)}")
+                raise ArgumentError(f"{prefix}peak_flops[{dtype!r}] is no dtype; known: {', '.join(_DTYPES)}")
         rates = {f"peak_flops[{k!r}]": v for k, v in self.peak_flops.items()}
         for label, figure in {"bandwidth_bytes_per_s": self.bandwidth_bytes_per_s, **rates}.items():
-            number(f"{told}{label}", figure, above=0)
+            number(f"{prefix}{label}", figure, above=0)
         if self.kind not in RESERVES:
             raise ArgumentError(
                 f"device {self.name!r}: kind={self.kind!r} is not known; known kinds: {', '.join(RESERVES)}"
             )
-        number(f"{told}launch_s", self.launch_s)
-        number(f"{told}draw_s", self.draw_s)
+        number(f"{prefix}launch_s", self.launch_s)
+        number(f"{prefix}draw_s", self.draw_s)
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.bandwidth_bytes_per_s, self.launch_s, self.draw_s))
 
     def peak_for(self, dtype: str) -> float:
-        """FLOP/s for that dtype, as in "bfloat16", "tf32" or "float8_e4m3fn"; float32's where the table has none (for 8
-        bits: float16's, if there)."""
+        """FLOP/s for a dtype, as in "bfloat16", "tf32" or "float8_e4m3fn".
+
+        A dtype that `peak_flops` does not have gets float32's rate; an 8-bit float gets float16's, if that is there.
+        """
         if dtype.startswith("float8"):
             return self.peak_flops.get("float8", self.peak_for("float16"))
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
 
     @property
     def reserve_bytes(self) -> int:
-        """What a default budget leaves free: see `RESERVES`."""
+        """Bytes of its memory that a default budget leaves free, by `RESERVES`."""
         share, least = RESERVES[self.kind]
         return max(int(share * self.memory_bytes), least)
 
@@ -113,12 +117,12 @@ def _gpu(
     name: str,
     memory_gb: float,
     bandwidth_gb_s: float,
-    tera: tuple[float, ...],
+    tflops: tuple[float, ...],
     source: str,
     kind: str = "cuda",
 ) -> DeviceSpec:
-    """A GPU from figures in GB, GB/s and TFLOP/s in the order of `_COLUMNS`; 0: it has no such arithmetic."""
-    peaks = {dtype: figure * 1e12 for dtype, figure in zip(_COLUMNS, tera, strict=True) if figure}
+    """A GPU from figures in GB, GB/s and TFLOP/s in the order of `_COLUMNS`; 0: the GPU has no arithmetic in that dtype."""
+    peaks = {dtype: figure * 1e12 for dtype, figure in zip(_COLUMNS, tflops, strict=True) if figure}
     return DeviceSpec(
         name=name,
         memory_bytes=int(memory_gb * 1e9),
@@ -136,7 +140,7 @@ _SIXTY_FOURTH = "float64: 1/64 of float32"
 
 
 def _rate(cores: int, clock_ghz: float) -> str:
-    """Where the FLOP/s of a chip are from for which Apple tells none."""
+    """The source of a chip's FLOP/s if Apple does not publish them."""
     return f"largest memory; rate: {cores} cores × 128 lanes × 2 × {clock_ghz} GHz, not Apple's figure"
 
 
@@ -198,6 +202,7 @@ _GPUS = (
 
 
 def _physical_memory_bytes() -> int:
+    """Bytes of this machine's main memory; 16 GB if the system does not report them."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not a POSIX system
@@ -205,7 +210,7 @@ def _physical_memory_bytes() -> int:
 
 
 # Rounded from a 2-core AVX2 cloud server (torch 2.14: 1024³ matmuls, additions of large tensors, small additions).
-# Half precision is as slow as it is where the CPU has no instruction for it.
+# The rates of half precision are those of a CPU without instructions for it.
 _CPU = DeviceSpec(
     name="cpu",
     memory_bytes=_physical_memory_bytes(),
@@ -220,7 +225,7 @@ _CPU = DeviceSpec(
 
 _DEVICES: dict[str, DeviceSpec] = {spec.name: spec for spec in (_CPU, *_GPUS)}
 
-# What torch calls the card → our name; first match wins.
+# Pattern of the name that torch reports → name in the table; the first match wins.
 _CUDA_NAMES: tuple[tuple[str, str], ...] = (
     (r"H200", "h200"),
     (r"B200", "b200"),
@@ -240,15 +245,15 @@ _CUDA_NAMES: tuple[tuple[str, str], ...] = (
 
 
 def devices() -> tuple[DeviceSpec, ...]:
-    """Every device that `device=` knows by name."""
+    """All devices that `device=` accepts by name."""
     return tuple(_DEVICES.values())
 
 
 def register_device(spec: DeviceSpec) -> None:
-    """Make `spec` known by its name, in lower case, in this process; a known name is replaced.
+    """Let `device=` accept `spec` by its name, in any case, in this process; it replaces a device of that name.
 
     Raises:
-        ArgumentError: it is no `DeviceSpec`, or it would turn a device that is known by that name into another kind.
+        ArgumentError: `spec` is not a `DeviceSpec`, or the device of that name is of another kind.
     """
     if not isinstance(spec, DeviceSpec):
         raise ArgumentError(f"spec={spec!r} is not a gcsolve.DeviceSpec")
@@ -262,14 +267,15 @@ def register_device(spec: DeviceSpec) -> None:
 
 
 def get_device(device: str | DeviceSpec | Any) -> DeviceSpec:
-    """The spec of a device given by name ("rtx4090", "NVIDIA RTX 4090"), by torch device ("cuda:1", `torch.device`) or as a
-    spec.
+    """The spec of a device.
 
-    "cuda" is the GPU of this machine: its own memory, and the table's figures for its model. A GPU that the table does
-    not know gets the A100's figures (a plan needs their ratios only) and says so in `source`.
+    Args:
+        device: a name ("rtx4090", "NVIDIA RTX 4090"), a torch device ("cuda:1", `torch.device`), or a spec, which is
+            returned as it is. "cuda" is this machine's GPU, with its real memory and the table's figures for its model. A
+            GPU that is not in the table gets the A100's figures, of which a plan needs the ratios only; `source` says so.
 
     Raises:
-        ArgumentError: the name is not known (the text lists the known), or "cuda" where there is no GPU.
+        ArgumentError: the name is not known (the text lists the known names), or it is "cuda" and there is no GPU.
     """
     if isinstance(device, DeviceSpec):
         return device
@@ -280,22 +286,23 @@ def get_device(device: str | DeviceSpec | Any) -> DeviceSpec:
         return _CPU
     if re.fullmatch(r"cuda(:\d+)?", name):
         return _this_gpu(name)
-    told = _bare(name)
-    alike = [spec for spec in _DEVICES.values() if told and _bare(spec.name.lower()).startswith(told)]
-    for spec in alike:
-        if _bare(spec.name.lower()) == told:
+    bare_name = _bare(name)
+    candidates = [spec for spec in _DEVICES.values() if bare_name and _bare(spec.name.lower()).startswith(bare_name)]
+    for spec in candidates:
+        if _bare(spec.name.lower()) == bare_name:
             return spec
     known = ", ".join(["cuda", *_DEVICES])
-    meant = f"; {' or '.join(spec.name for spec in alike)}?" if alike else ";"
-    raise ArgumentError(f"device={device!r} is not known{meant} known devices: {known}")
+    suggestion = f"; {' or '.join(spec.name for spec in candidates)}?" if candidates else ";"
+    raise ArgumentError(f"device={device!r} is not known{suggestion} known devices: {known}")
 
 
 def _bare(name: str) -> str:
-    """A device's name without its maker and what people put between its parts: "nvidia rtx 4090" -> "rtx4090"."""
+    """A device's name without vendor, brand and separators: "nvidia rtx 4090" -> "rtx4090"."""
     return re.sub(r"nvidia|geforce|tesla|amd|instinct|apple|[\s_-]", "", name)
 
 
 def _this_gpu(name: str) -> DeviceSpec:
+    """The spec of this machine's GPU that torch calls `name` ("cuda:1"), with its real memory."""
     import torch
 
     if not torch.cuda.is_available():
@@ -312,12 +319,13 @@ def _this_gpu(name: str) -> DeviceSpec:
 
 @functools.cache
 def calibrated(device: str = "cpu") -> DeviceSpec:
-    """`device` ("cpu" or "cuda"), which is here, with the rates it really reaches, measured once in this process.
+    """The spec of this machine's `device` ("cpu" or "cuda") with the rates that it reaches, measured once in a process.
 
-    Pass the answer as `device=`; plans then differ by machine. Each figure is the median of several runs (half a second).
+    Pass it as `device=`; plans then differ from machine to machine. Each figure is the median of several runs; all take
+    about half a second.
 
     Raises:
-        ArgumentError: the device is not here.
+        ArgumentError: this machine does not have that device.
     """
     import torch
 
@@ -352,18 +360,18 @@ def calibrated(device: str = "cpu") -> DeviceSpec:
     large = torch.ones(1 << (28 if on_gpu else 24), device=device)
     small = torch.ones(8, device=device)
     mask = torch.ones(1 << 20, dtype=torch.bool, device=device)
-    own = torch.Generator(device)  # the default one's state is the user's
+    generator = torch.Generator(device)  # not the default one, whose state is the user's
     return replace(
         spec,
         bandwidth_bytes_per_s=2 * large.nbytes / median_s(lambda: large + large),
         peak_flops=_reached(spec.peak_flops, peaks),
         launch_s=median_s(lambda: [small + small for _ in range(100)]) / 100,
         source="measured on this machine",
-        draw_s=0.0 if on_gpu else median_s(lambda: mask.bernoulli_(0.9, generator=own)) / mask.numel(),
+        draw_s=0.0 if on_gpu else median_s(lambda: mask.bernoulli_(0.9, generator=generator)) / mask.numel(),
     )
 
 
-def _reached(told: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """FLOP/s by dtype; one that was not measured (tf32, float8) reaches as much of what is told as float16 does."""
-    share = measured["float16"] / told["float16"] if "float16" in told else 1.0
-    return {dtype: measured.get(dtype, share * rate) for dtype, rate in told.items()} | dict(measured)
+def _reached(printed: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
+    """dtype → FLOP/s: the measured rate, or else (tf32, float8) the same share of the printed rate as float16 reaches."""
+    share = measured["float16"] / printed["float16"] if "float16" in printed else 1.0
+    return {dtype: measured.get(dtype, share * rate) for dtype, rate in printed.items()} | dict(measured)

@@ -1,7 +1,7 @@
 """FLOPs and bytes moved of one op, from the shapes in an fx graph; nothing runs.
 
-FLOPs come from `torch.utils.flop_counter`'s registry (a multiply-add counts 2), completed below with the ops it has no
-formula for. Attention formulas are ours: some releases refuse grouped key/value heads. No formula: None, no guess.
+FLOPs come from the formulas of `torch.utils.flop_counter` (a multiply-add counts 2) and from those below, for ops that it
+lacks and for attention, where some releases of torch refuse grouped key/value heads. Without a formula the answer is None.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ def node_flops(node: fx.Node) -> int | None:
     """FLOPs of a `call_function` node whose tensor arguments carry fake tensors in `meta["val"]`.
 
     Returns:
-        an int ≥ 0, or None when no formula is known for the op.
+        an int ≥ 0, or None if no formula is known for the op.
 
     Raises:
-        ArgumentError: a formula given to `register_cost` answered with something else than a finite number ≥ 0.
+        ArgumentError: a function given to `register_cost` raised, or did not return a finite number ≥ 0.
     """
-    told = registered(node, "flops")
-    if told is not None:
-        return int(told)
+    registered_flops = registered(node, "flops")
+    if registered_flops is not None:
+        return int(registered_flops)
     packet = getattr(node.target, "overloadpacket", node.target)
     args, kwargs = fake_arguments(node)
     if packet in _OWN_FORMULAS:
         return int(_OWN_FORMULAS[packet](*args, **kwargs))
-    if packet in flop_registry and node.meta.get("val") is not None:  # its formulas ask for the result's shape
+    if packet in flop_registry and node.meta.get("val") is not None:  # its formulas need the result's shape
         return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
     return None
 
 
 def node_bytes_moved(node: fx.Node) -> int:
-    """Bytes that the node reads and writes: its inputs once each plus its outputs; 0 for a view.
+    """Bytes that the node reads and writes: each distinct input once, plus its outputs; 0 for a view.
 
-    A broadcast dimension is read once. Ops that pick rows (embedding, gather, index) read what they return.
+    A broadcast dimension counts once. Ops that pick rows (embedding, gather, index) read as many bytes as they return.
     """
     target = node.target
     if target is operator.getitem or (isinstance(target, _torch.OpOverload) and _torch.view_like(target)):
@@ -59,7 +59,7 @@ def node_bytes_moved(node: fx.Node) -> int:
     written = _written(node)
     fresh = [t for t in outputs if _torch.storage_key(t) not in storages]
     if outputs and not fresh and not written:
-        return 0  # a view that its schema does not own up to (_unsafe_view, reshape)
+        return 0  # a view whose schema does not say so (_unsafe_view, reshape)
     out_bytes = sum(_bytes(t) for t in fresh) + sum(_bytes(t) for t in written)
     in_bytes = sum(_bytes(t) for t in inputs.values())
     if getattr(target, "overloadpacket", None) in _PICKS_ROWS and fresh:
@@ -67,13 +67,13 @@ def node_bytes_moved(node: fx.Node) -> int:
         if picked is not None:
             in_bytes += min(_bytes(picked), out_bytes) - _bytes(picked)
     if getattr(target, "overloadpacket", None) is aten._safe_softmax:
-        # beside the softmax it makes a mask of the input, reads it, and copies the output where rows are not masked
+        # It also writes a mask of the input, reads the mask, and copies the output, except for fully masked rows.
         return 2 * in_bytes + 3 * out_bytes + 2 * sum(t.numel() for t in outputs)
     return in_bytes + out_bytes
 
 
 def op_info(node: fx.Node) -> OpInfo:
-    """Everything a cost model may ask about the node.
+    """The facts about the node that a cost model may use.
 
     Examples:
         >>> op_info(node).flops  # doctest: +SKIP
@@ -82,16 +82,16 @@ def op_info(node: fx.Node) -> OpInfo:
     flops = node_flops(node)
     outputs = list(_tensors(node.meta.get("val")))
     inputs = list(_tensors(fake_arguments(node)))
-    # The slowest arithmetic is that of the widest floating input (a bf16 matmul has a bf16 output and inputs).
+    # The dtype of the arithmetic is taken to be that of the first floating-point input, else of the first such output.
     floating = [t for t in [*inputs, *outputs] if t.dtype.is_floating_point or t.dtype.is_complex]
-    kind = (floating or outputs or inputs or [None])[0]
+    representative = (floating or outputs or inputs or [None])[0]
     return OpInfo(
         target=str(node.target),
         flops=flops or 0,
         has_formula=flops is not None,
         bytes_moved=node_bytes_moved(node),
-        dtype="none" if kind is None else _arithmetic(node, kind.dtype),
-        device="none" if kind is None else kind.device.type,
+        dtype="none" if representative is None else _arithmetic(node, representative.dtype),
+        device="none" if representative is None else representative.device.type,
         seconds=registered(node, "s"),
         draws=max((t.numel() for t in outputs), default=0) if is_random(node) else 0,
         signature=signature(node),
@@ -99,7 +99,7 @@ def op_info(node: fx.Node) -> OpInfo:
 
 
 def _arithmetic(node: fx.Node, dtype: torch.dtype) -> str:
-    """The dtype's name, or "tf32" for what torch's settings let a GPU do in it."""
+    """The name of `dtype`, or "tf32" if torch's settings let a GPU compute this op in it."""
     packet = getattr(node.target, "overloadpacket", None)
     if dtype == torch.float32 and (
         (packet in _CONVOLUTIONS and _torch.float32_in("cudnn", "conv") == "tf32")
@@ -116,16 +116,17 @@ _registered: dict[tuple[Any, str], Callable[..., float]] = {}
 
 
 def register_cost(op: Any, fn: Callable[..., float], *, unit: str = "flops") -> None:
-    """Say what one run of `op` costs, in place of gcsolve's own idea of it, from now on in this process.
+    """Set what one run of `op` costs, in place of gcsolve's own estimate, for the rest of this process.
 
     Args:
         op: an op of `torch.ops` (`torch.ops.mylib.attention`, with or without overload).
-        fn: called with the op's own arguments, tensors as fake tensors (shapes and dtypes, no numbers); returns the cost.
-        unit: "flops", which every analytic cost model uses with the device's peaks; or "s", seconds as they are
-            (`cost="flops"` then counts the op by its bytes).
+        fn: called with the op's arguments, where tensors are fake (shapes and dtypes, no data); returns the cost.
+        unit: the unit of the cost. "flops": the cost models combine it with the device's peak rates. "s": seconds, used as
+            they are (`cost="flops"` then counts the op by its bytes).
 
     Raises:
-        ArgumentError: an argument is none of these. While planning: `fn` raises, or answers with no finite number ≥ 0.
+        ArgumentError: an argument is not as above. Later, while planning: `fn` raises, or returns something else than a
+            finite number ≥ 0.
 
     Examples:
         >>> import torch, gcsolve
@@ -143,28 +144,30 @@ def register_cost(op: Any, fn: Callable[..., float], *, unit: str = "flops") -> 
 
 
 def registered(node: fx.Node, unit: str) -> float | None:
-    """What a function given to `register_cost` says of the node, in that unit; None without one."""
+    """The node's cost in `unit` by a function given to `register_cost`; None without one."""
     target = node.target
     fn = _registered.get((target, unit)) or _registered.get((getattr(target, "overloadpacket", None), unit))
     if fn is None:
         return None
     args, kwargs = fake_arguments(node)
-    given = getattr(fn, "__qualname__", repr(fn))
+    fn_name = getattr(fn, "__qualname__", repr(fn))
     try:
         cost = fn(*args, **kwargs)
     except Exception as error:
         raise ArgumentError(
-            f"{given}, registered as the cost of {target}, raised {type(error).__name__}: {error}. It is called with the op's "
-            f"own arguments: {getattr(target, '_schema', target)}"
+            f"{fn_name}, registered as the cost of {target}, raised {type(error).__name__}: {error}. It is called with the "
+            f"op's own arguments: {getattr(target, '_schema', target)}"
         ) from error
-    return number(f"the cost registered for {target} ({given})", cost, of=f" {unit}")
+    return number(f"the cost registered for {target} ({fn_name})", cost, of=f" {unit}")
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the leaves of a tree."""
     return (leaf for leaf in _torch.pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's elements, those of a broadcast dimension (stride 0) once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -172,7 +175,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _written(node: fx.Node) -> list[torch.Tensor]:
-    """The arguments that the op changes in place."""
+    """The tensor arguments that the op changes in place."""
     if not isinstance(node.target, _torch.OpOverload):
         return []
     named = named_arguments(node)
@@ -193,7 +196,7 @@ _PICKS_ROWS = frozenset(
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """QK^T and PV, with as many heads as the query has; a causal mask is not credited."""
+    """FLOPs of QKᵀ and PV with the query's number of heads; a causal mask does not lower them."""
     *batch, rows, width = query.shape
     count = 2 * rows * key.shape[-2] * (width + value.shape[-1])
     for size in batch:
@@ -204,7 +207,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 def _attention_backward(
     grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    """Scores again, dV, dP, dQ, dK: five matmuls where forward has two."""
+    """FLOPs of five matmuls, where forward has two: the scores again, dV, dP, dQ and dK."""
     *batch, rows, width = query.shape
     count = 2 * rows * key.shape[-2] * (3 * width + 2 * value.shape[-1])
     for size in batch:

@@ -1,4 +1,4 @@
-"""What of the devices is on this machine: whether a device is here, and how much of its memory is free now."""
+"""Which devices this machine has, and how much of their memory is free now."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gcsolve.cost.devices import DeviceSpec, get_device
 
 
 def is_here(device: DeviceSpec) -> bool:
-    """Whether this machine can run what would run on `device`."""
+    """Whether `device` is this machine's: a CPU always, a GPU if it is of the same model."""
     return device.kind == "cpu" or (torch.cuda.is_available() and get_device("cuda").name == device.name)
 
 
 def free_memory_bytes(device: DeviceSpec) -> int:
-    """Bytes that could be allocated on `device` now; a quarter of its memory where the system does not tell."""
+    """Bytes that can be allocated on `device` now; a quarter of its memory if the system does not report them."""
     if device.kind == "cuda":
         return torch.cuda.mem_get_info()[0]
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:

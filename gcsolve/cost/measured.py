@@ -1,14 +1,14 @@
-"""`cost="measured"`: seconds of each distinct op, run alone on the machine where the plan will run.
+"""`cost="measured"`: seconds of each distinct op, measured alone on the machine where the plan will run.
 
-Each signature (op, shapes, strides, dtypes, other arguments) is run once a machine, however many layers repeat it: warmed
-up, then repeated until its three fastest runs agree (what a busy machine adds is never less than nothing, so the fast
-runs are the true ones). Sets of operands and results take turns, as many as twice fill the last cache: in a step a whole
-model's tensors pass between an op's run in one layer and in the next, so its weights, what it saves, and the memory it
-writes to are not in the caches. An op that cannot be run alone (another library's, or operands beyond a quarter of the
-free memory) is costed by the roofline, and `plan.summary()` names it.
+Ops with the same signature (op, shapes, strides, dtypes, other arguments) are measured once on each machine. An op is
+warmed up, then repeated until its three fastest samples agree: other load on the machine only adds time, so the fastest
+samples are the accurate ones. The runs take several sets of operands and results in turn, enough to fill the last-level
+cache twice: in a step, a whole model's tensors pass between an op's run in one layer and in the next, so its weights, what
+it saves, and the memory it writes to are not in the caches. An op that cannot be run alone (another library's, or one whose
+operands take more than a quarter of the free memory) has the roofline's cost, and `plan.summary()` names it.
 
-Times and workspaces are kept in the user's cache directory, one file a device, torch version, number of threads and set of
-torch's settings that choose kernels.
+Times and workspaces are kept in the user's cache directory, in one file for each combination of device, torch version,
+number of threads and the settings by which torch chooses kernels.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from gcsolve.ops.run import (
 )
 from gcsolve.util.progress import bar
 
-SPREAD = 0.03  # the three fastest samples of an op lie within this share of the fastest
-MIN_SAMPLE_S = 3e-4  # short ops are run several times a sample
-MAX_OP_S = 1.5  # sampling of one op ends here, but not before three samples
-MAX_COPIES = 32  # sets of operands that take turns
-USUAL_CACHE_BYTES = 32 << 20  # where the system does not tell
-FORMAT = 3
+SPREAD = 0.03  # the three fastest samples agree if they are within this share of the fastest
+MIN_SAMPLE_S = 3e-4  # a sample runs a short op several times
+MAX_OP_S = 1.5  # sampling of one op ends after this time, but not before three samples
+MAX_COPIES = 32  # the most sets of operands that take turns
+USUAL_CACHE_BYTES = 32 << 20  # of the last-level cache, if the system does not report it
+FORMAT = 3  # of the cache file
 
 
 @dataclass(frozen=True)
 class Measured(CostModel):
-    """Seconds measured on `device`, by op signature; the roofline's for an op that is not among them.
+    """The seconds measured on `device`, by op signature; the roofline's seconds for an op without a measurement.
 
-    `prepare` runs the ops whose time is not known yet; before it, no op's time is.
+    `prepare` returns the model with the seconds of a graph's ops. Before that it has none.
     """
 
     device: DeviceSpec
@@ -74,9 +74,10 @@ class Measured(CostModel):
 
     @classmethod
     def on(cls, device: DeviceSpec) -> Measured:
-        """
+        """The model for `device`, without measurements yet.
+
         Raises:
-            ArgumentError: that device is not here.
+            ArgumentError: this machine does not have that device.
         """
         if not is_here(device):
             raise ArgumentError(
@@ -85,17 +86,17 @@ class Measured(CostModel):
         return cls(device)
 
     def prepare(self, nodes: Sequence[fx.Node], progress: bool | None = False) -> Measured:
-        """With the seconds of a graph's ops; runs each distinct op that neither this process nor the cache on disk knows."""
+        """The model with the seconds of the graph's ops; runs each distinct op that is not in the cache on disk."""
         distinct = {signature(n): n for n in nodes if n.op == "call_function" and node_bytes_moved(n)}
         cache = OpCache.of(self.device)
         runs = cache.load()
         for key, run in runs.items():
             if run.workspace_bytes is not None:
                 remember(key, self.device, run.workspace_bytes)
-        todo = [key for key, n in distinct.items() if key not in runs and may_run(n) and registered(n, "s") is None]
+        missing = [key for key, n in distinct.items() if key not in runs and may_run(n) and registered(n, "s") is None]
         fresh: dict[str, OpRun] = {}
-        with bar(progress if todo else False, len(todo)) as begin:
-            for key in todo:
+        with bar(progress if missing else False, len(missing)) as begin:
+            for key in missing:
                 begin(f"measuring {distinct[key].target}")
                 run = measure(distinct[key], self.device)
                 if run is not None:
@@ -111,24 +112,24 @@ class Measured(CostModel):
         return self.seconds[op.signature]
 
     def basis(self, op: OpInfo) -> Basis:
-        """Nothing is measured of a view; where `register_cost` gave seconds, nothing has to be."""
+        """`Basis.MODEL` for seconds that were measured or that `register_cost` gave; else `Basis.FALLBACK`."""
         return Basis.MODEL if op.seconds is not None or op.signature in self.seconds else Basis.FALLBACK
 
 
 @dataclass(frozen=True, slots=True)
 class OpRun:
-    """What running one op showed. `workspace_bytes`: None when it was not measured."""
+    """The measurements of one op; `workspace_bytes` is None if the workspace was not measured."""
 
     seconds: float
     workspace_bytes: int | None
 
 
 def measure(node: fx.Node, device: DeviceSpec) -> OpRun | None:
-    """Run the op on `device`, which is here; None when it cannot be run alone."""
+    """Measure the op on `device`, which this machine has; None if the op cannot be run alone."""
     if not fits(node, free_memory_bytes(device)):
         return None
-    touched = operand_bytes(node) + sum(fresh_output_bytes(node).values())
-    copies = min(MAX_COPIES, 1 + 2 * _cache_bytes(device.kind) // max(1, touched))
+    bytes_of_one_run = operand_bytes(node) + sum(fresh_output_bytes(node).values())
+    copies = min(MAX_COPIES, 1 + 2 * _cache_bytes(device.kind) // max(1, bytes_of_one_run))
     seconds = run_alone(
         node, device.kind, (lively, zeros, well_conditioned), lambda run: op_seconds(run, device, copies), copies
     )
@@ -139,22 +140,28 @@ def measure(node: fx.Node, device: DeviceSpec) -> OpRun | None:
 
 
 def op_seconds(run: Callable[[], Any], device: DeviceSpec, warmup: int = 1) -> float:
-    """Seconds of one `run()`: the mean of the three fastest samples once they agree, or when time is up."""
+    """Seconds of one `run()`: the mean of the three fastest samples once they agree or `MAX_OP_S` is over.
+
+    Args:
+        run: runs the op once.
+        device: where it runs.
+        warmup: the number of runs before the first sample.
+    """
     sample = _cuda_seconds if device.kind == "cuda" else _host_seconds
-    sample(run, warmup)  # libraries choose algorithms and make their handles, memory is taken
+    sample(run, warmup)  # here libraries choose algorithms and create handles, and torch's allocator grows
     calls = max(1, math.ceil(MIN_SAMPLE_S / max(sample(run, 1), 1e-7)))
     samples: list[float] = []
-    began = time.perf_counter()
+    started = time.perf_counter()
     while True:
         samples.append(sample(run, calls))
         fastest = sorted(samples)[:3]
-        if len(fastest) == 3 and (fastest[2] <= (1 + SPREAD) * fastest[0] or time.perf_counter() - began > MAX_OP_S):
+        if len(fastest) == 3 and (fastest[2] <= (1 + SPREAD) * fastest[0] or time.perf_counter() - started > MAX_OP_S):
             return sum(fastest) / 3
 
 
 @functools.cache
 def _cache_bytes(kind: str) -> int:
-    """Bytes of the last cache before the memory of that kind of device, which is here."""
+    """Bytes of the last-level cache of this machine's device of that kind."""
     if kind == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     sizes: list[int] = []
@@ -165,7 +172,7 @@ def _cache_bytes(kind: str) -> int:
 
 
 def _host_seconds(run: Callable[[], Any], calls: int) -> float:
-    """Of one thread, CPU seconds: what other processes take meanwhile is not the op's. Of several, wall seconds."""
+    """Seconds a run: CPU seconds if torch has one thread, as other processes then do not count; else wall-clock seconds."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     started = clock()
     for _ in range(calls):
@@ -174,6 +181,7 @@ def _host_seconds(run: Callable[[], Any], calls: int) -> float:
 
 
 def _cuda_seconds(run: Callable[[], Any], calls: int) -> float:
+    """Seconds a run on the GPU, between CUDA events."""
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     before.record()
@@ -188,8 +196,10 @@ def _cuda_seconds(run: Callable[[], Any], calls: int) -> float:
 
 
 def cache_directory() -> Path:
-    """Where the user's caches live: $XDG_CACHE_HOME, else the platform's usual place; for a user who has no home directory,
-    in the folder for temporary files."""
+    """gcsolve's folder in the user's cache directory: $XDG_CACHE_HOME, else the platform's usual place.
+
+    A user without a home directory has it in the folder for temporary files.
+    """
     try:
         home = Path.home()
     except RuntimeError:
@@ -201,7 +211,7 @@ def cache_directory() -> Path:
 
 @functools.cache
 def _processor() -> str:
-    """The CPU in words, as exactly as the system tells."""
+    """The CPU's model and its number of cores, as the system reports them."""
     try:
         with open("/proc/cpuinfo") as lines:
             names = sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
@@ -214,25 +224,25 @@ _FLOAT32 = (("cuda", "matmul"), ("cudnn", "conv"), ("mkldnn", "matmul"), ("mkldn
 
 
 def _settings() -> dict[str, Any]:
-    """What makes torch run an op by another kernel, or in another precision, than its arguments say."""
+    """Those settings of torch that decide, beside an op's arguments, by which kernel and in which precision it runs."""
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn benchmark": torch.backends.cudnn.benchmark,
         "mkldnn": torch.backends.mkldnn.enabled,
-        "float32 in": [_torch.float32_in(*of) for of in _FLOAT32],
+        "float32 in": [_torch.float32_in(*backend) for backend in _FLOAT32],
     }
 
 
 @dataclass(frozen=True)
 class OpCache:
-    """One file: `header` says what its times hold for, `path` where it lies."""
+    """One cache file; `header` says for which device, torch version, threads and settings its measurements hold."""
 
     path: Path
     header: Mapping[str, Any]
 
     @classmethod
     def of(cls, device: DeviceSpec) -> OpCache:
-        """The cache for what runs on `device` in this process."""
+        """The cache of ops on `device` under this process's torch version, threads and settings."""
         on_gpu = device.kind == "cuda"
         header = {
             "format": FORMAT,
@@ -245,41 +255,42 @@ class OpCache:
         return cls(cache_directory() / f"ops-{name}.json", header)
 
     def load(self) -> dict[str, OpRun]:
-        """What the file knows; nothing, with a warning, when it is not ours or damaged."""
+        """Op signature -> measurements in the file. If the file is damaged or has another header: a warning, and none."""
         try:
-            found = json.loads(self.path.read_text())
-            if found["header"] != self.header:
+            record = json.loads(self.path.read_text())
+            if record["header"] != self.header:
                 raise ValueError("its header is another's")
-            return {key: _checked(run) for key, run in found["ops"].items()}
+            return {key: _checked(run) for key, run in record["ops"].items()}
         except FileNotFoundError:
             return {}
-        except Exception as error:  # there is no list of what a damaged file makes its reader raise
+        except Exception as error:  # a damaged file can raise any kind of exception here
             warnings.warn(f"the cache of measured ops {self.path} is ignored and made again: {error}", stacklevel=2)
             return {}
 
     def save(self, fresh: Mapping[str, OpRun]) -> None:
-        """Add to the file; another process sees either the old file or the new one."""
+        """Add measurements to the file. The file is replaced at once, so other processes never read a part of it."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said when it was loaded
+            warnings.simplefilter("ignore")  # `prepare` loaded the file before, and warned then
             runs = {**self.load(), **fresh}
         text = json.dumps(
             {"header": self.header, "ops": {key: asdict(run) for key, run in sorted(runs.items())}}, indent=1
         )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.path.parent) as aside:
-                part = Path(aside) / self.path.name
-                part.write_text(text)
-                os.replace(part, self.path)
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
+                written = Path(folder) / self.path.name
+                written.write_text(text)
+                os.replace(written, self.path)
         except OSError as error:
             warnings.warn(f"measured ops could not be kept for the next time ({error})", stacklevel=2)
 
 
-def _checked(run: dict[str, Any]) -> OpRun:
-    made = OpRun(**run)
-    space = made.workspace_bytes
-    if not (type(made.seconds) in (int, float) and math.isfinite(made.seconds) and made.seconds >= 0):
-        raise ValueError(f"an op takes {made.seconds!r} s")
+def _checked(record: dict[str, Any]) -> OpRun:
+    """The measurements in one entry of the file; raises if they cannot be such."""
+    run = OpRun(**record)
+    space = run.workspace_bytes
+    if not (type(run.seconds) in (int, float) and math.isfinite(run.seconds) and run.seconds >= 0):
+        raise ValueError(f"an op takes {run.seconds!r} s")
     if not (space is None or (type(space) is int and space >= 0)):
         raise ValueError(f"an op's workspace is {space!r} bytes")
-    return made
+    return run

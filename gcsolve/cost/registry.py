@@ -1,4 +1,4 @@
-"""name -> cost model. A cost model is registered by one line here."""
+"""The cost models by name. A new cost model is registered by one line in `_MODELS`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MODELS: dict[str, Callable[[DeviceSpec], CostModel]] = {
 
 @dataclass(frozen=True)
 class UserCost(CostModel):
-    """A cost object of the user's that is no subclass of `CostModel`, with the methods that it lacks."""
+    """The user's cost object `model`, which is not a subclass of `CostModel`, with the methods that it lacks."""
 
     model: Any
 
@@ -43,15 +43,16 @@ class UserCost(CostModel):
 
 
 def costs() -> tuple[str, ...]:
-    """Names that `cost=` accepts."""
+    """The names that `cost=` accepts."""
     return ("auto", *_MODELS)
 
 
 def get_cost(cost: Any, device: DeviceSpec) -> CostModel:
-    """The cost model of that name for `device` ("auto": roofline), or the model itself.
+    """The cost model named `cost` for `device` ("auto": roofline), or `cost` itself if it is a cost model.
 
     Raises:
-        ArgumentError: no model has that name (the text lists the known), or "measured" for a device that is not here.
+        ArgumentError: no model has that name (the text lists the names), `cost` is not a cost model, or it is "measured" and
+            this machine does not have that device.
     """
     if isinstance(cost, str):
         name = "roofline" if cost == "auto" else cost

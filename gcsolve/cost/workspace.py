@@ -1,19 +1,19 @@
-"""Workspace: the bytes an op takes and gives back while it runs, which no shape in the graph tells.
+"""Workspace: the bytes that an op allocates and frees while it runs, which do not follow from the shapes in the graph.
 
-On the machine the model will run on, each distinct op signature (target, shapes, strides, dtypes, other arguments) is
-run once with made-up tensors and its allocator events are read; nothing is assumed about which ops need workspace
-(a float tensor times a bool mask does, on CPU). Elsewhere, and for ops too large to run just for this, it is estimated:
+On the machine where the model will run, each distinct op signature (target, shapes, strides, dtypes, other arguments) is
+run once with synthetic tensors and its allocator events are recorded; nothing is assumed about which ops need workspace
+(a float tensor times a bool mask does, on CPU). Elsewhere, and for ops too large to run for this alone, it is estimated:
 
 | op | estimate |
 |---|---|
 | convolution, CPU | copies of input, weight and output in the kernel's own layout |
-| convolution, CUDA | input + output + weight, at most 256 MiB (cuDNN's choice of algorithm cannot be known) |
+| convolution, CUDA | input + output + weight, at most 256 MiB (cuDNN chooses the algorithm at run time) |
 | attention backward, CUDA | float32 gradient of the query, one float32 a row, expanded gradients of grouped heads |
 | sort, topk, index_put, embedding backward | sorted copies of keys and indices |
 | elementwise, CPU, operands of several dtypes | the operands cast to the result's dtype |
 | anything else | 0 |
 
-What a matmul on CUDA works in is not given back: `library_bytes`, which live through every step.
+The workspace of a matmul on CUDA is never freed: it is in `library_bytes`, which live through every step.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from gcsolve.ops.run import (
 
 aten = torch.ops.aten
 
-MAX_SECONDS = 2.0  # an op estimated slower than this is not run just for its workspace
+MAX_SECONDS = 2.0  # an op that the roofline says takes longer is not run for its workspace alone
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """`size_bytes`: the op's peak above its inputs and (predicted) outputs. `measured`: run here, not estimated."""
+    """`size_bytes`: the op's peak above its inputs and predicted outputs. `measured`: measured here, not estimated."""
 
     size_bytes: int
     measured: bool
 
 
 def workspace_bytes(node: fx.Node, device: DeviceSpec, *, measure: bool) -> int:
-    """`workspace(...)`'s bytes alone."""
+    """The bytes of `workspace(...)`."""
     return workspace(node, device, measure=measure).size_bytes
 
 
@@ -69,11 +69,9 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
     Args:
         node: the op.
         device: where it will run.
-        measure: run it once if that device is here and the op is small enough (one of `SIZED_BY_KERNELS` is run anyway);
-            the global random state, autograd and autocast are untouched. The answer is kept for the process.
-
-    Returns:
-        bytes, and whether they were measured.
+        measure: run the op once if this machine has that device and the op is small enough (one of `SIZED_BY_KERNELS` is
+            run even if False). The global random state, autograd and autocast are left as they are, and later calls of this
+            process reuse the answer.
     """
     target = node.target
     if target is operator.getitem or (isinstance(target, _torch.OpOverload) and _torch.view_like(target)):
@@ -85,10 +83,10 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
         if key in _measured:
             return _measured[key]
         if fits(node, free_memory_bytes(device)) and Roofline(device).cost(op_info(node)) <= MAX_SECONDS:
-            found = _run(node, device)
-            if found is not None:
-                _measured[key] = found
-                return found
+            measured = _run(node, device)
+            if measured is not None:
+                _measured[key] = measured
+                return measured
     return Workspace(_estimate(node, device), measured=False)
 
 
@@ -96,17 +94,20 @@ _measured: dict[Any, Workspace] = {}
 
 
 def _key(signature: str, device: DeviceSpec) -> tuple[str, int, str]:
+    """What a measured workspace depends on."""
     return device.kind, torch.get_num_threads(), signature
 
 
 def remember(signature: str, device: DeviceSpec, size_bytes: int) -> None:
-    """Take a workspace that was measured here earlier (a cache on disk) as measured in this process."""
+    """Record a workspace that an earlier process measured on this machine, as if this process had measured it."""
     _measured.setdefault(_key(signature, device), Workspace(size_bytes, True))
 
 
 def _is_plain_matmul(node: fx.Node) -> bool:
-    """A float32 or float64 matmul whose operands BLAS reads as they lie: it writes into its output and takes nothing
-    else from torch's allocator (a test runs such a one), and the largest ones would take seconds to run."""
+    """Whether the op is a float32 or float64 matmul whose operands BLAS reads without copies.
+
+    Such an op allocates its output alone, which a test checks; the largest ones would take seconds to run.
+    """
     if getattr(node.target, "overloadpacket", None) not in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
         return False
     tensors = [t for t in leaves(fake_arguments(node)) if isinstance(t, torch.Tensor)]
@@ -116,7 +117,7 @@ def _is_plain_matmul(node: fx.Node) -> bool:
 
 
 def _is_blas_layout(t: torch.Tensor) -> bool:
-    """Rows or columns lie densely, and neither overlaps the next."""
+    """Whether the rows or the columns of the matrix are contiguous and do not overlap."""
     (rows, cols), (row_step, col_step) = t.shape[-2:], t.stride()[-2:]
     by_rows = col_step == 1 and row_step >= max(1, cols)
     return by_rows or (row_step == 1 and col_step >= max(1, rows))
@@ -126,16 +127,16 @@ def _is_blas_layout(t: torch.Tensor) -> bool:
 
 
 def _run(node: fx.Node, device: DeviceSpec) -> Workspace | None:
-    """Run the op once on made-up tensors; None when it will not run on any of them."""
+    """The workspace, measured by running the op once on synthetic tensors; None if it raises for all of them."""
     expected = sum(fresh_output_bytes(node).values())
     peak = run_alone(node, device.kind, (zeros, well_conditioned), lambda run: _peak_of(run, device))
     return None if peak is None else Workspace(max(0, peak - expected), True)
 
 
 def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> int:
-    """Bytes above what lived before, at the most."""
+    """The most bytes that one `run()` allocates and has alive at one moment, outputs included."""
     if device.kind == "cuda":
-        run()  # handles and plans that libraries keep are made now
+        run()  # here libraries create the handles and plans that they keep
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -152,7 +153,7 @@ def _peak_of(run: Callable[[], Any], device: DeviceSpec) -> int:
     return peak_of_events(events)[0]
 
 
-# --- what libraries keep ---------------------------------------------------------------------------------------------
+# --- buffers that libraries keep -------------------------------------------------------------------------------------
 
 _MIB = 1 << 20
 
@@ -164,8 +165,10 @@ _BLAS_BUFFER_BYTES = {
 
 
 def library_bytes(nodes: Iterable[fx.Node], device: DeviceSpec) -> int:
-    """What libraries have taken from the device's allocator by the end of a first step and keep: on CUDA, a buffer in which
-    cuBLAS works for each thread that calls it. One thread runs forward, another backward."""
+    """Bytes that libraries allocate from torch's allocator in the first step and never free.
+
+    On CUDA that is cuBLAS's workspace, one for each thread that calls it: one thread runs forward, another backward.
+    """
     if device.kind != "cuda" or not any(getattr(n.target, "overloadpacket", None) in MATMULS for n in nodes):
         return 0
     return 2 * _BLAS_BUFFER_BYTES.get(device.name, 8320 << 10)
@@ -175,6 +178,7 @@ def library_bytes(nodes: Iterable[fx.Node], device: DeviceSpec) -> int:
 
 
 def _estimate(node: fx.Node, device: DeviceSpec) -> int:
+    """Workspace bytes by the table at the head of this file."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in _ESTIMATES:
         return _ESTIMATES[packet](node, device)
@@ -219,7 +223,7 @@ def _sorts_indices(node: fx.Node, _device: DeviceSpec) -> int:
 
 
 def _casts(node: fx.Node, device: DeviceSpec) -> int:
-    """CPU kernels over several operands cast those of another dtype first; CUDA's cast on the fly."""
+    """The operands cast to the result's dtype, which CPU kernels make before they compute; CUDA kernels need no such copies."""
     target = node.target
     if device.kind != "cpu" or not isinstance(target, _torch.OpOverload) or torch.Tag.pointwise not in target.tags:
         return 0
