@@ -1,4 +1,5 @@
-"""`gcsolve.compare`: solvers against each other at several budgets, on one trace, predicted and if asked measured."""
+"""`gcsolve.compare`: plans of one model by several solvers at several budgets, from one trace; predicted and, if wanted,
+measured."""
 
 from __future__ import annotations
 
@@ -35,13 +36,22 @@ FAILED = "FAILED"
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One solver at one budget. Bytes, seconds, and shares (0.1 = 10 %) of the store-all step.
+    """One solver at one budget. Overheads and bounds are shares (0.1 = 10 %) of the store-all step's cost.
 
-    `peak_bytes` and `overhead` are those of the method's plan, also of one that is over the budget (the least it reaches);
-    None when it has none. `reason`: why no plan fits; "" when one does. `status`: a `Status` by name, or FAILED where the
-    solver raised or its answer did not hold (`reason` is that error then). `measured_peak_bytes`, `time_ratio` (step time /
-    the untouched model's), `exact` (outputs, gradients, parameters, buffers and generator state bitwise equal) and
-    `differences` (what was not): None and () unless measured. `measure_error`: what was raised when it was to be.
+    Attributes:
+        solver, budget_bytes: which row it is.
+        status: the name of a `Status`, or "FAILED" if the solver raised or its answer was not valid.
+        reason: why no plan fits, or the error of a solver that failed; "" if a plan fits.
+        peak_bytes, overhead, overhead_flops: of the solver's plan, or of its plan of the least peak if none fits; None
+            without a plan.
+        lower_bound, any_bound, gap, certificate: as of a `Solution`; gap is None without a plan.
+        solve_s: seconds that the solver took.
+        measured_peak_bytes, time_ratio: the measured peak, and step time / the untouched model's step time.
+        exact: whether outputs, gradients, parameters, buffers and generator state were bitwise equal.
+        differences: what was not bitwise equal.
+        measure_error: the error that was raised while the plan was measured.
+
+    What is only known by measuring is None, () or "" if the plan was not measured.
     """
 
     solver: str
@@ -64,16 +74,23 @@ class ComparisonRow:
 
     @property
     def fits(self) -> bool:
-        """Whether the method has a plan inside the budget."""
+        """Whether the solver has a plan within the budget."""
         return not self.reason
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `gcsolve.compare` answers: one row a solver and budget, in the order they were run.
+    """The answer of `gcsolve.compare`: one row for each solver and budget, in the order in which they were run.
 
-    `baseline_peak_bytes`: predicted store-all peak; `floor_bytes`: no schedule at all is below; `eager_peak_bytes`: of the
-    untouched model, None unless measured. `complete`: False when it was interrupted, and rows are missing.
+    Attributes:
+        model: the class of the model.
+        device, cost, scope: what the plans are for.
+        baseline_peak_bytes: the predicted store-all peak.
+        floor_bytes: no schedule at all has a lower peak (proven).
+        eager_peak_bytes: the measured peak of the untouched model; None if nothing was measured.
+        solvers, budgets_bytes: what was compared.
+        rows: the results.
+        complete: False if it was interrupted, so that rows are missing.
     """
 
     model: str
@@ -93,45 +110,48 @@ class Comparison:
         return self.eager_peak_bytes is not None
 
     def row(self, solver: str, budget_bytes: int) -> ComparisonRow | None:
-        """The row of that solver and budget; None when it was not reached."""
+        """The row of that solver and budget; None if the comparison was interrupted before it."""
         return next((r for r in self.rows if (r.solver, r.budget_bytes) == (solver, budget_bytes)), None)
 
     def summary(self) -> str:
-        """Overhead and peak of each solver at each budget as a table of text; what was measured; and what went wrong."""
+        """Overhead and peak of each solver at each budget as a text table; then the measurements; then the errors."""
         parts = [self._title(), text_table(*self._matrix())]
         if self.measured:
             parts += ["", self._measured_title(), text_table(*self._measurements(), right=range(1, 6))]
         return "\n".join([*parts, *(["", *self._errors()] if self._errors() else [])])
 
     def _errors(self) -> list[str]:
-        """A line an error, each once, with the budget at which it came first."""
-        found: dict[str, str] = {}
+        """A line for each distinct error, with the solver and the budget at which it came first."""
+        lines: dict[str, str] = {}
         for r in self.rows:
             for text in (r.reason if r.status == FAILED else "", r.measure_error):
                 if text:
-                    found.setdefault(text, f"{r.solver} at {size_text(r.budget_bytes)} failed: {text}")
-        return list(found.values())
+                    lines.setdefault(text, f"{r.solver} at {size_text(r.budget_bytes)} failed: {text}")
+        return list(lines.values())
 
     def _title(self) -> str:
         missing = len(self.solvers) * len(self.budgets_bytes) - len(self.rows)
-        cut = "" if self.complete else f"; INTERRUPTED, {missing} rows missing"
+        interruption = "" if self.complete else f"; INTERRUPTED, {missing} rows missing"
         return (
             f"{self.model}: store-all peak {size_text(self.baseline_peak_bytes)}, no schedule below "
-            f"{size_text(self.floor_bytes)}; overhead ({self.cost} costs for {self.device}) and peak at each budget{cut}"
+            f"{size_text(self.floor_bytes)}; overhead ({self.cost} costs for {self.device}) and peak at each budget"
+            f"{interruption}"
         )
 
     def _matrix(self) -> tuple[list[str], list[list[str]]]:
-        heads = ["solver"]
-        heads += [f"{size_text(b)} ({b / self.baseline_peak_bytes:.0%})" for b in self.budgets_bytes]
-        return heads, [[s, *(_cell(self.row(s, b)) for b in self.budgets_bytes)] for s in self.solvers]
+        """(heads of the columns, lines) of the table of overheads: a line for each solver, a column for each budget."""
+        columns = ["solver"]
+        columns += [f"{size_text(b)} ({b / self.baseline_peak_bytes:.0%})" for b in self.budgets_bytes]
+        return columns, [[s, *(_cell(self.row(s, b)) for b in self.budgets_bytes)] for s in self.solvers]
 
     def _measured_title(self) -> str:
         assert self.eager_peak_bytes is not None
         return f"measured; untouched model {size_text(self.eager_peak_bytes)}"
 
     def _measurements(self) -> tuple[list[str], list[list[str]]]:
-        heads = ["solver", "budget", "predicted", "measured", "overhead", "step time", "exact"]
-        return heads, [
+        """(heads of the columns, lines) of the table of measurements: a line for each plan that was measured."""
+        columns = ["solver", "budget", "predicted", "measured", "overhead", "step time", "exact"]
+        return columns, [
             [
                 r.solver,
                 size_text(r.budget_bytes),
@@ -146,14 +166,14 @@ class Comparison:
         ]
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON text; also written to `path` when one is given."""
+        """Everything as JSON text; also written to `path` if that is given."""
         text = json.dumps(dataclasses.asdict(self), indent=1)
         if path is not None:
             Path(path).write_text(text + "\n")
         return text
 
     def plot(self, ax: Any = None) -> Any:
-        """Overhead against peak memory, one curve a solver, the proven bound shaded; returns matplotlib's Axes.
+        """Overhead against peak memory, one curve for each solver, with the proven bound shaded; returns matplotlib's Axes.
 
         Raises:
             MissingBackend: matplotlib is not installed.
@@ -204,37 +224,39 @@ def compare(
     progress: bool | None = None,
     **step: Unpack[StepOptions],
 ) -> Comparison:
-    """Plan `model` by each solver at each budget, tracing once, and put the answers side by side.
+    """Plan `model` by each solver at each budget from one trace, and return all results side by side.
 
     Args:
-        budgets: fractions of the store-all peak, or sizes ("20GiB"); default 0.9, 0.8, 0.7, 0.6, 0.5.
-        budgets_gb: instead, GB (1e9 bytes).
+        model, example_input: as for `solve`.
+        budgets: fractions of the store-all peak, or sizes ("20GiB"); default: 0.9, 0.8, 0.7, 0.6, 0.5.
+        budgets_gb: the budgets in GB (1e9 bytes), in place of `budgets`.
         solvers: names in `gcsolve.solvers()` or solver objects.
-        measure: also run every plan that fits, beside the untouched model: peak, step time, bitwise equality.
-        steps, repeats: optimizer steps compared and timed runs, as for `plan.verify`.
+        measure: also run every plan that fits beside the untouched model, for its peak, step time and bitwise equality.
+        steps, repeats: optimizer steps to compare and timed runs, as for `plan.verify`.
         time_limit_s, gap: as for `solve`, for each row.
         progress: as for `solve`.
         step: loss, optimizer, scope, cost, device, backward_from, gradient_accumulation, autocast_backward, as for `solve`.
 
     Returns:
-        a `Comparison`. A budget that a solver cannot meet is a row with its reason, and so is a solver of yours that
-        raises or answers with what does not hold, or a plan that fails while it is measured. When interrupted (Ctrl-C),
-        what has been found so far, with `complete` False.
+        a `Comparison`. A solver that cannot meet a budget has a row with the reason; so has a solver of yours that raises
+        or whose answer is not valid, and a plan that raises while it is measured. If it is interrupted (Ctrl-C), the
+        comparison has the rows so far, and `complete` is False.
 
     Raises:
-        TraceError, ArgumentError: as `solve`; both kinds of budgets given; or measure=True with weights on meta or planned
-            for another kind of device.
+        TraceError: as `solve`.
+        ArgumentError: as `solve`; or both kinds of budgets are given; or measure=True, and the weights are on meta or the
+            plan is for another kind of device than theirs.
 
     Examples:
         >>> import torch, gcsolve
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
-        >>> found = gcsolve.compare(model, torch.randn(256, 64), budgets=[0.9], solvers=["store_all", "auto"])
-        >>> [row.fits for row in found.rows]
+        >>> comparison = gcsolve.compare(model, torch.randn(256, 64), budgets=[0.9], solvers=["store_all", "auto"])
+        >>> [row.fits for row in comparison.rows]
         [False, True]
     """
-    asked = _budgets(budgets, budgets_gb)
+    budget_pairs = _budgets(budgets, budgets_gb)
     flag("measure", measure)
-    named = _labels(solvers)
+    labelled_solvers = _labels(solvers)
     steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
     check_limits(time_limit_s, gap)
     settings = Settings.checked(model, **step)
@@ -245,24 +267,28 @@ def compare(
     if measure:
         inputs, _ = flatten((session.args, session.kwargs), "example_input")
         refuse_elsewhere("measure=True", settings.device, model, inputs)
-    sizes = tuple(dict.fromkeys(budget_bytes(gb, b, store_all_bytes) for gb, b in asked))
-    todo = [(name, solver, size) for size in sizes for name, solver in named.items()]
+    sizes = tuple(dict.fromkeys(budget_bytes(gb, b, store_all_bytes) for gb, b in budget_pairs))
+    runs = [
+        (name, SolverOptions(solver, time_limit_s, gap), size)
+        for size in sizes
+        for name, solver in labelled_solvers.items()
+    ]
     rows: list[ComparisonRow] = []
-    eager: int | None = None
+    eager_peak_bytes: int | None = None
     complete = False
     try:
-        with bar(progress, len(todo)) as begin:
-            for name, solver, size in todo:
+        with bar(progress, len(runs)) as begin:
+            for name, options, size in runs:
                 begin(f"{name} at {size_text(size)}")
-                options = SolverOptions(solver, time_limit_s, gap)
                 row, solution = _predicted(session, name, options, size)
                 if measure and row.fits:
                     assert solution is not None
-                    row, eager = _measured(row, session, session.record(solution, size, options), steps, repeats, eager)
+                    plan = session.record(solution, size, options)
+                    row, eager_peak_bytes = _measured(row, session, plan, steps, repeats, eager_peak_bytes)
                 rows.append(row)
         complete = True
     except KeyboardInterrupt:
-        pass  # the rows so far are what was asked for; `complete` says that some are missing
+        pass  # the rows so far are returned; `complete` says that some are missing
     return Comparison(
         model=type(model).__name__,
         device=settings.device.name,
@@ -270,8 +296,8 @@ def compare(
         scope=settings.scope,
         baseline_peak_bytes=store_all_bytes,
         floor_bytes=peak_floor(session.problem)[0],
-        eager_peak_bytes=eager,
-        solvers=tuple(named),
+        eager_peak_bytes=eager_peak_bytes,
+        solvers=tuple(labelled_solvers),
         budgets_bytes=sizes,
         rows=tuple(rows),
         complete=complete,
@@ -279,7 +305,7 @@ def compare(
 
 
 def _budgets(budgets: Any, budgets_gb: Any) -> list[tuple[Any, Any]]:
-    """(budget_gb, budget) pairs, each checked."""
+    """A pair (budget_gb, budget) for each budget, one of the two None; else an `ArgumentError`."""
     if budgets is not None and budgets_gb is not None:
         raise ArgumentError("give one of budgets=[0.8, ...] and budgets_gb=[20, ...]; both were given")
     if budgets_gb is not None:
@@ -291,23 +317,26 @@ def _budgets(budgets: Any, budgets_gb: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _several(name: str, given: Any, thing: str) -> list[Any]:
-    """A list of what the caller gave in a row: a list, a tuple, an array; no text, and not nothing."""
-    found = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else []
-    if not found:
-        raise ArgumentError(f"{name}={given!r} must be a list of at least one {thing}")
-    return found
+def _several(name: str, value: Any, item: str) -> list[Any]:
+    """The items of the argument `name`, an iterable (no text or mapping) with at least one; else an `ArgumentError`."""
+    items = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else []
+    if not items:
+        raise ArgumentError(f"{name}={value!r} must be a list of at least one {item}")
+    return items
 
 
 def _labels(solvers: Any) -> dict[str, str | Solver]:
-    """label -> solver: its name, or its repr (which shows its settings) where two share one."""
-    distinct = {id(get_solver(s)): s for s in _several("solvers", solvers, "solver")}  # one asked for twice is run once
+    """Label -> solver. The label is the solver's name, or its repr (with its settings) if several have that name."""
+    distinct = {
+        id(get_solver(s)): s for s in _several("solvers", solvers, "solver")
+    }  # a solver that is given twice is run once
     names = [get_solver(s).name for s in distinct.values()]
     labels = [n if names.count(n) == 1 else repr(get_solver(s)) for n, s in zip(names, distinct.values(), strict=True)]
     return dict(zip(labels, distinct.values(), strict=True))
 
 
 def _predicted(session: Session, name: str, options: SolverOptions, size: int) -> tuple[ComparisonRow, Solution | None]:
+    """The row of the solver labelled `name` at a budget of `size` bytes, unmeasured, and its solution if it has a plan."""
     costs = session.call.costed
     problem = costs.problem.with_budget(size)
     try:
@@ -315,41 +344,41 @@ def _predicted(session: Session, name: str, options: SolverOptions, size: int) -
     except InfeasibleBudget as error:
         return _no_plan(name, size, Status.INFEASIBLE.name, str(error)), None
     try:
-        found = solve_problem(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap)
+        solution = solve_problem(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap)
     except SolverError as error:
         return _no_plan(name, size, FAILED, str(error)), None
-    over = found.schedule is None or found.status is Status.OVER_BUDGET
-    reason = str(infeasible(problem, found)) if over else ""
-    if found.schedule is None:
-        bare = _no_plan(name, size, found.status.name, reason)
+    over = solution.schedule is None or solution.status is Status.OVER_BUDGET
+    reason = str(infeasible(problem, solution)) if over else ""
+    if solution.schedule is None:
+        row = _no_plan(name, size, solution.status.name, reason)
         return dataclasses.replace(
-            bare, peak_bytes=found.least_bytes, any_bound=found.any_bound, solve_s=found.solve_s
+            row, peak_bytes=solution.least_bytes, any_bound=solution.any_bound, solve_s=solution.solve_s
         ), None
     row = ComparisonRow(
         solver=name,
         budget_bytes=size,
-        status=found.status.name,
+        status=solution.status.name,
         reason=reason,
-        peak_bytes=found.peak_bytes,
-        overhead=found.overhead,
-        overhead_flops=costs.overhead_flops(found.schedule),
-        lower_bound=found.lower_bound,
-        any_bound=found.any_bound,
-        gap=found.gap,
-        certificate=found.bound_class,
-        solve_s=found.solve_s,
+        peak_bytes=solution.peak_bytes,
+        overhead=solution.overhead,
+        overhead_flops=costs.overhead_flops(solution.schedule),
+        lower_bound=solution.lower_bound,
+        any_bound=solution.any_bound,
+        gap=solution.gap,
+        certificate=solution.bound_class,
+        solve_s=solution.solve_s,
     )
-    return row, found
+    return row, solution
 
 
 def _measured(
-    row: ComparisonRow, session: Session, plan: PlanRecord, steps: int, repeats: int, eager: int | None
+    row: ComparisonRow, session: Session, plan: PlanRecord, steps: int, repeats: int, eager_peak_bytes: int | None
 ) -> tuple[ComparisonRow, int | None]:
-    """The row with what running `plan` shows, and the untouched model's peak (`eager`: as known so far)."""
+    """The row with the measurements of `plan`, and the measured peak of the untouched model (an earlier one if it fails)."""
     try:
         report = verify(plan, session, steps=steps, repeats=repeats)
-    except Exception as error:  # out of memory, say: the other rows are worth as much as before
-        return dataclasses.replace(row, measure_error=f"{type(error).__name__}: {error}"), eager
+    except Exception as error:  # running out of memory, for example, must not cost the other rows
+        return dataclasses.replace(row, measure_error=f"{type(error).__name__}: {error}"), eager_peak_bytes
     measured = dataclasses.replace(
         row,
         measured_peak_bytes=report.measured_peak_bytes,
@@ -361,13 +390,28 @@ def _measured(
 
 
 def _no_plan(name: str, size: int, status: str, reason: str) -> ComparisonRow:
-    return ComparisonRow(name, size, status, reason, None, None, None, 0.0, 0.0, None, "", 0.0)
+    """A row without a plan or bounds."""
+    return ComparisonRow(
+        solver=name,
+        budget_bytes=size,
+        status=status,
+        reason=reason,
+        peak_bytes=None,
+        overhead=None,
+        overhead_flops=None,
+        lower_bound=0.0,
+        any_bound=0.0,
+        gap=None,
+        certificate="",
+        solve_s=0.0,
+    )
 
 
 _WITHOUT_PLAN = {Status.UNSUITED.name: "no plan (graph not taken)", FAILED: "failed (see below)"}
 
 
 def _cell(row: ComparisonRow | None) -> str:
+    """A row as a cell of the table of overheads."""
     if row is None:
         return "not run"
     if row.fits:

@@ -1,9 +1,9 @@
-"""Will it fit? The step of a model at several batch sizes against one device's memory, nothing of it allocated.
+"""`gcsolve.fit`: the largest batch size whose training step fits a device's memory, without allocating the step.
 
-For each batch size: the peak when everything is kept, the least peak a schedule was found for, and the overhead of the
-plan that fits. What fits is taken to be monotone in the batch size, so a range is not walked through: powers of two up
-to the first that does not fit, then between the last two, each time where a straight line through both least peaks
-meets the budget.
+For each batch size tried: the store-all peak, the least peak for which a schedule was found, and the overhead of the plan
+that fits. If a batch size fits, smaller ones are taken to fit too, so a range is searched: powers of two up to the first
+that does not fit, then interpolation between the largest that fits and the smallest that does not, where the straight line
+through their least peaks meets the budget.
 """
 
 from __future__ import annotations
@@ -33,18 +33,24 @@ from gcsolve.util.factory import RETURNS, FactoryResult, call_factory, factory_n
 from gcsolve.util.progress import shown
 from gcsolve.util.sizes import size_text
 
-WORTH_SAYING = 0.15  # of the peak: what takes less is not advised about
+MIN_ADVICE_SHARE = 0.15  # of the peak: kinds of bytes with a smaller share get no advice
 
 
 @dataclass(frozen=True)
 class FitRow:
     """One batch size. Bytes are predicted peaks of a whole step.
 
-    `peak_bytes`, `overhead`: of the plan that fits, None when none does; `least_bytes`: the least peak found with any
-    number of reruns; no schedule at all is below `floor_bytes`, and where that is above the budget nothing else is looked
-    for (`least_bytes` is the floor then). `peak_at`: the op at the peak of the plan that fits, else of the one with the
-    least peak, else the op that sets the floor; `parts`: (kind, bytes) there, largest first, the logits and what has their
-    size apart from other activations; `advice`: what would lower that peak, most first.
+    Attributes:
+        batch: the batch size.
+        store_all_bytes: the peak when nothing is recomputed.
+        least_bytes: the least peak for which a schedule was found, with any number of reruns. If `floor_bytes` is above the
+            budget, no schedule is looked for, and this is `floor_bytes`.
+        floor_bytes: no schedule at all has a lower peak (proven).
+        peak_bytes, overhead: of the plan that fits; None if none does.
+        peak_at: the op at the peak of the plan that fits, else of the schedule with the least peak, else the op that sets
+            the floor.
+        parts: (kind, bytes) at that peak, largest first; the logits and values of their size are a kind of their own.
+        advice: what would lower that peak, the largest part first.
     """
 
     batch: int
@@ -63,13 +69,13 @@ class FitRow:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no schedule at all fits, proven."""
+        """Whether it is proven that no schedule at all fits."""
         return not self.fits and self.least_bytes == self.floor_bytes
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What `gcsolve.fit` found, by rising batch size."""
+    """The answer of `gcsolve.fit`: a row for each batch size tried, by rising batch size."""
 
     device: str
     budget_bytes: int
@@ -77,23 +83,23 @@ class Fit:
 
     @property
     def largest_batch(self) -> int | None:
-        """The largest batch size tried that fits; None when none does."""
+        """The largest batch size tried that fits; None if none does."""
         return max((row.batch for row in self.rows if row.fits), default=None)
 
     def summary(self) -> str:
-        """The answer, a table with a line a batch size, and what sets the limit."""
-        fitting = self.largest_batch
+        """The answer as text, a table with a line for each batch size, and what sets the limit."""
+        largest = self.largest_batch
         limit = next((row for row in self.rows if not row.fits), self.rows[-1])
-        says = "none of the batch sizes tried fits" if fitting is None else f"batch {fitting} fits"
-        heads = ("batch", "store-all", "least", "plan that fits", "overhead", "at the peak")
+        answer = "none of the batch sizes tried fits" if largest is None else f"batch {largest} fits"
+        columns = ("batch", "store-all", "least", "plan that fits", "overhead", "at the peak")
         parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in limit.parts)
-        short = size_text(limit.least_bytes - self.budget_bytes)
-        proven = f"short of {short}, whatever is recomputed" if limit.hopeless else f"short of {short}"
-        what = "its peak" if limit.fits else f"no plan: {proven}"
+        missing = f"short of {size_text(limit.least_bytes - self.budget_bytes)}"
+        missing += ", whatever is recomputed" if limit.hopeless else ""
+        what = "its peak" if limit.fits else f"no plan: {missing}"
         return "\n".join(
             [
-                f"{self.device}, {size_text(self.budget_bytes)} to use: {says}",
-                text_table(heads, [_cells(row) for row in self.rows], right=range(5)),
+                f"{self.device}, {size_text(self.budget_bytes)} to use: {answer}",
+                text_table(columns, [_cells(row) for row in self.rows], right=range(5)),
                 f"batch {limit.batch}, {what}: {parts}",
                 *(f"- {line}" for line in limit.advice),
             ]
@@ -104,6 +110,7 @@ class Fit:
 
 
 def _cells(row: FitRow) -> tuple[str, ...]:
+    """The cells of one line of the summary's table."""
     plan = ("none", "") if row.peak_bytes is None else (size_text(row.peak_bytes), f"{row.overhead:.2%}")
     least = f"{'≥ ' if row.hopeless else ''}{size_text(row.least_bytes)}"
     return (str(row.batch), size_text(row.store_all_bytes), least, *plan, row.peak_at)
@@ -125,23 +132,23 @@ def fit(
     """Find the largest batch size whose training step fits a device, and what it costs there.
 
     Args:
-        factory: called as `factory(batch=...)`, with `seq=` too when it is given; returns (model, example_input) or
+        factory: called as `factory(batch=...)`, and with `seq=` if it is given; returns (model, example_input) or
             (model, example_input, loss). For a GPU it is called under `torch.device("meta")`, so that nothing is
-            allocated; a factory that cannot be is called again without.
-        batches: sizes to try. A range is searched, not walked through; any other iterable is tried to its last entry.
-        seq: sequence length for the factory.
+            allocated; if it raises there, it is called again without.
+        batches: the batch sizes. A range is searched for the largest that fits; of any other iterable all are tried.
+        seq: the sequence length, passed to the factory.
         budget_gb, budget: GB (1e9 bytes) or a size ("20GiB"); default: the device's memory less its reserve.
         solver, progress: as for `solve`.
         time_limit_s, gap: as for `solve`, for each batch size.
         step: optimizer, scope, cost, device, backward_from, gradient_accumulation, autocast_backward, as for `solve`; `loss`
-            when the factory returns none.
+            if the factory returns none.
 
     Returns:
         a `Fit`; its `summary()` names the largest batch that fits, where the peak sits and what would lower it.
 
     Raises:
-        ArgumentError: no or impossible batch sizes; a factory that takes no `batch`, raises, or returns something else;
-            otherwise as `solve`.
+        ArgumentError: there are no batch sizes or one is not a whole number ≥ 1; the factory takes no `batch`, raises, or
+            returns something else; otherwise as `solve`.
         TraceError: as `solve`.
 
     Examples:
@@ -159,12 +166,12 @@ def fit(
     check_request(budget_gb, budget, options)
     device = step.get("device")
     sizes = _checked(batches)
-    asked = _keywords(factory, seq)
-    memory: list[tuple[str, int]] = []  # device and budget, known once there is a model
+    keywords = _keywords(factory, seq)
+    memory: list[tuple[str, int]] = []  # (device, budget in bytes), known once there is a model
 
-    def tried(batch: int) -> FitRow:
+    def row_of(batch: int) -> FitRow:
         with shown(progress, f"batch {batch}"):
-            model, example, loss = _made(factory, {"batch": batch, **asked}, device)
+            model, example, loss = _call_on_meta(factory, {"batch": batch, **keywords}, device)
             if loss is not None and step.get("loss") is not None:
                 raise ArgumentError("the factory returns a loss, and loss= is given too; leave one of them out")
             settings = Settings.checked(model, **{**step, "loss": loss or step.get("loss")})
@@ -173,13 +180,14 @@ def fit(
                 memory.append((settings.device.name, session.budget_bytes(budget_gb, budget)))
             return _row(batch, session, memory[0][1], options)
 
-    found: dict[int, FitRow] = {}
-    for batch in _searched(sizes, found, memory) if isinstance(batches, range) else sizes:
-        found[batch] = tried(batch)
-    return Fit(*memory[0], tuple(found[b] for b in sorted(found)))
+    rows: dict[int, FitRow] = {}
+    for batch in _searched(sizes, rows, memory) if isinstance(batches, range) else sizes:
+        rows[batch] = row_of(batch)
+    return Fit(*memory[0], tuple(rows[b] for b in sorted(rows)))
 
 
 def _is_number(budget: Any) -> bool:
+    """Whether the budget is a number or the text of one, and so not a size."""
     try:
         float(budget)
     except (TypeError, ValueError):
@@ -188,135 +196,161 @@ def _is_number(budget: Any) -> bool:
 
 
 def _checked(batches: Iterable[int]) -> list[int]:
+    """The distinct batch sizes, rising; else an `ArgumentError`."""
     if not isinstance(batches, Iterable) or isinstance(batches, str):
         raise ArgumentError(
             f"batches={batches!r} must be a list or range of whole numbers ≥ 1, as in range(1, 65) or [4, 8]"
         )
-    listed = list(batches)
-    if not listed:
+    sizes = list(batches)
+    if not sizes:
         raise ArgumentError(f"batches={batches!r} is empty: it must be one or more whole numbers ≥ 1")
-    return sorted({whole(f"batches[{i}]", b, least=1) for i, b in enumerate(listed)})
+    return sorted({whole(f"batches[{i}]", b, least=1) for i, b in enumerate(sizes)})
 
 
 def _keywords(factory: Callable[..., Any], seq: int | None) -> dict[str, int]:
+    """The factory's keywords beside `batch`: `seq` if it is given. Raises `ArgumentError` for a factory without them."""
     if not callable(factory):
         raise ArgumentError(f"factory={factory!r} is not callable; pass a function of batch (and seq)")
-    asked = {} if seq is None else {"seq": whole("seq", seq, least=1)}
-    taken = parameters_of(factory)
-    if taken is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
-        return asked
-    for name in ("batch", *asked):
-        if name not in taken:
+    keywords = {} if seq is None else {"seq": whole("seq", seq, least=1)}
+    parameters = parameters_of(factory)
+    if parameters is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return keywords
+    for name in ("batch", *keywords):
+        if name not in parameters:
             raise ArgumentError(
-                f"the factory takes {', '.join(taken) or 'nothing'}, not {name}=: write it as def "
-                f"{factory_name(factory).rpartition(':')[2]}({', '.join(('batch', *asked))}), returning {RETURNS}"
+                f"the factory takes {', '.join(parameters) or 'nothing'}, not {name}=: write it as def "
+                f"{factory_name(factory).rpartition(':')[2]}({', '.join(('batch', *keywords))}), returning {RETURNS}"
             )
-    if seq is None and "seq" in taken and taken["seq"].default is inspect.Parameter.empty:
+    if seq is None and "seq" in parameters and parameters["seq"].default is inspect.Parameter.empty:
         raise ArgumentError(
-            f"the factory takes {', '.join(taken)}, and seq was not given: pass seq= (on the command line --seq)"
+            f"the factory takes {', '.join(parameters)}, and seq was not given: pass seq= (on the command line --seq)"
         )
-    return asked
+    return keywords
 
 
-def _made(factory: Callable[..., Any], keywords: dict[str, int], device: Any) -> FactoryResult:
-    """(model, example_input, loss) from the factory, on meta where the device is not this CPU."""
+def _call_on_meta(factory: Callable[..., Any], keywords: dict[str, int], device: Any) -> FactoryResult:
+    """(model, example_input, loss) from the factory; on meta if the device is not a CPU and the factory works there."""
     if device is not None and get_device(device).kind != "cpu":
-        # It may look at a number while it builds the model, which shows in errors of many kinds.
+        # A factory that reads a tensor's value while it builds the model fails on meta, with errors of many kinds.
         with contextlib.suppress(Exception), torch.device("meta"):
             return call_factory(factory, keywords)
     return call_factory(factory, keywords)
 
 
-def _searched(sizes: list[int], found: dict[int, FitRow], memory: list[tuple[str, int]]) -> Iterator[int]:
-    """Sizes to try next, looking at what was found for those before."""
-    at = 0
+def _searched(sizes: list[int], rows: dict[int, FitRow], memory: list[tuple[str, int]]) -> Iterator[int]:
+    """The batch sizes to try, one after the other; the caller puts the row of each into `rows` before it asks for the next."""
+    high = 0
     while True:
-        yield sizes[at]
-        if not found[sizes[at]].fits or at == len(sizes) - 1:
+        yield sizes[high]
+        if not rows[sizes[high]].fits or high == len(sizes) - 1:
             break
-        at = min(2 * at + 1, len(sizes) - 1)
-    high = at
-    low = max((i for i, b in enumerate(sizes) if b in found and found[b].fits), default=-1)
+        high = min(2 * high + 1, len(sizes) - 1)
+    low = max((i for i, b in enumerate(sizes) if b in rows and rows[b].fits), default=-1)
     while low >= 0 and high - low > 1:
-        below, above = found[sizes[low]].least_bytes, found[sizes[high]].least_bytes
+        below, above = rows[sizes[low]].least_bytes, rows[sizes[high]].least_bytes
         share = (memory[0][1] - below) / (above - below) if above > below else 0.5
-        at = min(max(low + round(share * (high - low)), low + 1), high - 1)
-        yield sizes[at]
-        low, high = (at, high) if found[sizes[at]].fits else (low, at)
+        middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        yield sizes[middle]
+        low, high = (middle, high) if rows[sizes[middle]].fits else (low, middle)
 
 
-def _row(batch: int, session: Session, allowed: int, options: SolverOptions) -> FitRow:
-    made = session.call
-    problem = made.costed.problem
-    floor, at = peak_floor(problem)
-    if floor > allowed:
-        return _row_at_floor(batch, made, floor, at)
+def _row(batch: int, session: Session, allowed_bytes: int, options: SolverOptions) -> FitRow:
+    """Solve the session's step for the budget, and describe the peak of the plan, or of the least schedule found."""
+    call = session.call
+    problem = call.costed.problem
+    floor, node = peak_floor(problem)
+    if floor > allowed_bytes:
+        return _row_at_floor(batch, call, floor, node)
     least = solve_problem(problem.with_budget(floor), "greedy", time_limit_s=options.time_limit_s)
-    shown_schedule, peak, overhead, least_bytes = least.schedule, None, None, least.peak_bytes
+    schedule, peak, overhead, least_bytes = least.schedule, None, None, least.peak_bytes
     try:
-        solution = session.solution(allowed, options)
-        shown_schedule, peak, overhead = solution.schedule, solution.peak_bytes, solution.overhead
+        solution = session.solution(allowed_bytes, options)
+        schedule, peak, overhead = solution.schedule, solution.peak_bytes, solution.overhead
         least_bytes = min(least_bytes, solution.peak_bytes)
     except InfeasibleBudget as error:
         least_bytes = min(least_bytes, error.least_bytes or least_bytes)
-    assert shown_schedule is not None
-    replay = simulate(problem, shown_schedule)
-    line = timeline(problem, shown_schedule)
-    action: Any = shown_schedule.actions[replay.peak_action]
-    live = [life.value for life in line.alive(line.peak)]
+    assert schedule is not None
+    replay = simulate(problem, schedule)
+    lifetimes = timeline(problem, schedule)
+    action: Any = schedule.actions[replay.peak_action]
+    live = [life.value for life in lifetimes.alive(lifetimes.peak)]
+    peak_at, parts, advice = _peak_description(call.costed, action.node, live, dict(replay.breakdown))
     return FitRow(
-        batch, made.store_all_bytes, least_bytes, floor, peak, overhead,
-        *_told(made.costed, action.node, live, dict(replay.breakdown)),
-    )  # fmt: skip
+        batch=batch,
+        store_all_bytes=call.store_all_bytes,
+        least_bytes=least_bytes,
+        floor_bytes=floor,
+        peak_bytes=peak,
+        overhead=overhead,
+        peak_at=peak_at,
+        parts=parts,
+        advice=advice,
+    )
 
 
-def _row_at_floor(batch: int, made: TracedCall, floor: int, at: int) -> FitRow:
-    """The row of a batch that no schedule makes fit: what node `at` needs at the least (-1: what always lives)."""
-    graph = made.costed.problem.graph
-    kinds: dict[str, int] = {}
-    live = alive_at_least(graph, at)
+def _row_at_floor(batch: int, call: TracedCall, floor: int, node: int) -> FitRow:
+    """The row of a batch size that no schedule makes fit.
+
+    Args:
+        floor: bytes that every schedule needs.
+        node: index of the node that needs them; -1: they are what is alive during the whole step.
+    """
+    graph = call.costed.problem.graph
+    bytes_by_kind: dict[str, int] = {}
+    live = alive_at_least(graph, node)
     for kind, size in (*graph.external, *((graph.values[v].kind, graph.values[v].size_bytes) for v in live)):
-        kinds[kind] = kinds.get(kind, 0) + size
-    if at >= 0:
-        kinds["workspace"] = graph.nodes[at].workspace_bytes
-    on_the_way = floor - sum(kinds.values())  # more than the node itself takes: what leads to its inputs
-    kinds["activations"] = kinds.get("activations", 0) + on_the_way
-    return FitRow(batch, made.store_all_bytes, floor, floor, None, None, *_told(made.costed, at, live, kinds))
+        bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + size
+    if node >= 0:
+        bytes_by_kind["workspace"] = graph.nodes[node].workspace_bytes
+    # The floor may be above what the node itself needs: then it is set on the way to the node's inputs.
+    beyond_node = floor - sum(bytes_by_kind.values())
+    bytes_by_kind["activations"] = bytes_by_kind.get("activations", 0) + beyond_node
+    peak_at, parts, advice = _peak_description(call.costed, node, live, bytes_by_kind)
+    return FitRow(
+        batch=batch,
+        store_all_bytes=call.store_all_bytes,
+        least_bytes=floor,
+        floor_bytes=floor,
+        peak_bytes=None,
+        overhead=None,
+        peak_at=peak_at,
+        parts=parts,
+        advice=advice,
+    )
 
 
-def _told(
-    costed: Costed, at: int, live: Sequence[int], kinds: dict[str, int]
+def _peak_description(
+    costed: Costed, node: int, live: Sequence[int], bytes_by_kind: dict[str, int]
 ) -> tuple[str, tuple[tuple[str, int], ...], tuple[str, ...]]:
-    """(where the peak is, what it consists of, what would lower it): node `at` runs while the values `live` are there."""
+    """`peak_at`, `parts` and `advice` of a row, at the moment when `node` runs and the values `live` are alive."""
     nodes = costed.problem.graph.nodes
-    where = nodes[at].where() if at >= 0 else "every moment of the step"
-    parts = _parts(costed, live, kinds)
-    return where, parts, _advice(parts, sum(size for _, size in parts), where, at == len(nodes) - 1)
+    peak_at = nodes[node].where() if node >= 0 else "every moment of the step"
+    parts = _parts(costed, live, bytes_by_kind)
+    return peak_at, parts, _advice(parts, sum(size for _, size in parts), peak_at, node == len(nodes) - 1)
 
 
-# --- where the peak sits and what would lower it -----------------------------------------------------------------------
+# --- where the peak sits and what would lower it ---------------------------------------------------------------------
 
 LOGITS = "logits and their gradient"
 
 
-def _parts(costed: Costed, live: Sequence[int], kinds: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """(kind, bytes) at the peak, largest first, with values of the logits' shape as a kind of their own."""
-    graph, scores = costed.problem.graph, _logits_elements(costed)
-    kinds, logits = dict(kinds), 0
-    for value in [graph.values[v] for v in live] if scores else ():
+def _parts(costed: Costed, live: Sequence[int], bytes_by_kind: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """(kind, bytes) at the peak, largest first, where values with as many elements as the logits are a kind of their own."""
+    graph, logits_elements = costed.problem.graph, _logits_elements(costed)
+    parts = {**bytes_by_kind, LOGITS: 0}
+    for value in [graph.values[v] for v in live] if logits_elements else ():
         origin = costed.lowered.origin[value.producer]
-        made = [t.numel() for t in tensors_of(origin)] if origin is not None else []
-        if scores in made and value.kind in kinds:
-            logits += value.size_bytes
-            kinds[value.kind] -= value.size_bytes
-    told = {**kinds, LOGITS: logits}
-    return tuple(sorted(((k, n) for k, n in told.items() if n), key=lambda part: -part[1]))
+        elements = [t.numel() for t in tensors_of(origin)] if origin is not None else []
+        if logits_elements in elements and value.kind in bytes_by_kind:
+            parts[LOGITS] += value.size_bytes
+            parts[value.kind] -= value.size_bytes
+    return tuple(sorted(((kind, size) for kind, size in parts.items() if size), key=lambda part: -part[1]))
 
 
 def _logits_elements(costed: Costed) -> int:
-    """Elements of what the loss's softmax is taken of; 0 without one."""
-    found = [n for n in costed.lowered.origin if n is not None and str(n.target).startswith("aten._log_softmax.")]
-    return max((t.numel() for n in found for t in tensors_of(n)), default=0)
+    """The number of elements of the largest log-softmax in the step, which has the logits' shape; 0 without one."""
+    softmaxes = [n for n in costed.lowered.origin if n is not None and str(n.target).startswith("aten._log_softmax.")]
+    return max((t.numel() for n in softmaxes for t in tensors_of(n)), default=0)
 
 
 _ADVICE = {
@@ -332,14 +366,15 @@ _ADVICE = {
 }
 
 
-def _advice(parts: tuple[tuple[str, int], ...], peak: int, where: str, in_optimizer: bool) -> tuple[str, ...]:
+def _advice(parts: tuple[tuple[str, int], ...], peak: int, peak_at: str, in_optimizer: bool) -> tuple[str, ...]:
+    """A line for each large part of the peak: its share, and what would lower it."""
     lines = []
     for kind, size in parts:
-        if size < WORTH_SAYING * peak:
+        if size < MIN_ADVICE_SHARE * peak:
             continue
-        does = _ADVICE.get(kind)
+        remedy = _ADVICE.get(kind)
         if kind == "workspace":
-            does = "a fused optimizer (fused=True)" if in_optimizer else f"another kernel than that of {where}"
-        if does:
-            lines.append(f"{kind}: {size / peak:.0%} of the peak; what would lower it: {does}")
+            remedy = "a fused optimizer (fused=True)" if in_optimizer else f"another kernel than that of {peak_at}"
+        if remedy:
+            lines.append(f"{kind}: {size / peak:.0%} of the peak; what would lower it: {remedy}")
     return tuple(lines)

@@ -1,7 +1,7 @@
-"""A plan against the untouched model: peak, step time, loss curve, gradients, buffers and generator state, measured.
+"""`plan.verify`: measures a plan beside the untouched model, and compares what both compute, bitwise.
 
-Both run as deep copies of the model from the same seed, in lockstep, so nothing of the caller's is changed. Peaks are
-those of a whole step (forward, backward, optimizer) as `gcsolve.ops.peak_meter` measures them, plus what lived before it began.
+Both are run as deep copies, in lockstep from the same generator state, so that nothing of the caller's changes. A peak is
+that of a whole step (forward, backward, optimizer) as `gcsolve.ops.peak_meter` measures it, plus what is alive before.
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ from gcsolve.util.tree import flatten
 
 
 def _time(seconds: float) -> str:
+    """Seconds as text: "1.234 s" or "12.345 ms"."""
     return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1000 * seconds:.3f} ms"
 
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """What was measured. Peaks in bytes, times in seconds (medians of interleaved forward-backward runs).
+    """The measurements of a plan and of the untouched ("eager") model.
 
-    `differences`: what was not bitwise equal, as "step 2: gradient of conv1.weight"; empty when all was.
+    Attributes:
+        steps: optimizer steps that were compared.
+        budget_bytes, predicted_peak_bytes: the plan's.
+        measured_peak_bytes, eager_peak_bytes: peaks of one whole step.
+        step_s, eager_step_s: median seconds of a forward and backward, run in turn; 0.0 if they were not timed.
+        losses, eager_losses: for each step, the sum of the outputs that backward starts from.
+        differences: what was not bitwise equal, as in "step 2: gradient of conv1.weight"; empty if everything was.
     """
 
     steps: int
@@ -87,11 +94,11 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Everything equal and the measured peak within the budget."""
+        """Whether everything is bitwise equal and the measured peak is within the budget."""
         return not self.differences and self.within_budget
 
     def summary(self) -> str:
-        """The four acceptance checks as text."""
+        """Peak, step time, losses and equality as four lines of text."""
         equal = "all bitwise equal" if not self.differences else "NOT equal: " + "; ".join(self.differences[:5])
         timed = f"{_time(self.step_s)}, untouched model {_time(self.eager_step_s)} (x {self.time_ratio:.3f})"
         return "\n".join(
@@ -109,79 +116,83 @@ class VerifyReport:
     def __str__(self) -> str:
         return self.summary()
 
-    __repr__ = __str__  # the last line of a notebook's cell shows the checks, not the fields
+    __repr__ = __str__  # a notebook's cell that ends in a report shows its summary
 
 
 class _Runner:
-    """One of the two models with its optimizer, its own copy of the inputs and its place in the random stream."""
+    """One of the two models with its optimizer, its copy of the inputs and its generator state."""
 
     def __init__(self, model: nn.Module, plan: PlanRecord, session: Session, loss: Any) -> None:
         self.model, self.plan, self.settings, self.loss = model, plan, session.settings, loss
         call = session.args, session.kwargs
-        self.args, self.kwargs = _copied(call, "the inputs", _leaves(call))
+        self.args, self.kwargs = _deep_copy(call, "the inputs", _leaf_copies(call))
         self.optimizer = make_optimizer(
-            session.settings.optimizer, [p for p in model.parameters() if p.requires_grad] or _none()
+            session.settings.optimizer, [p for p in model.parameters() if p.requires_grad] or _placeholder_parameters()
         )
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.state = _generator_state(self.device)
         self.outputs: list[torch.Tensor] = []
-        self.held: list[torch.Tensor] = []
-        self.measured = 0
+        self.live_outputs: list[torch.Tensor] = []
+        self.allocated_peak_bytes = 0
 
     def forward_backward(self) -> None:
-        """Gradients of the outputs that the plan takes gradients for (ones), outputs held as a caller would.
+        """Run forward, and backward from gradients of ones of the outputs that the plan starts backward from.
 
-        Forward under the autocast and default dtype that were planned, backward where it was planned to be called.
+        Forward runs under the planned autocast and default dtype, backward where it was planned to be called. The outputs stay
+        alive, as a caller keeps them.
         """
         with self.plan.costed.trace.context.entered():
             result = self.model(*self.args, **self.kwargs)
             if self.loss is not None:
                 result = self.loss(result)
         outputs, _ = flatten(result, "output")
-        graded = [o for o, takes in zip(outputs, self.plan.costed.trace.takes_gradient, strict=False) if takes]
+        starts = self.plan.costed.trace.takes_gradient
+        differentiated = [output for output, is_start in zip(outputs, starts, strict=False) if is_start]
         with self.plan.costed.trace.backward_context.entered():
-            torch.autograd.backward(graded, [torch.ones_like(o) for o in graded])
-        self.outputs, self.held = [o.detach() for o in graded], [o.detach() for o in outputs]
+            torch.autograd.backward(differentiated, [torch.ones_like(o) for o in differentiated])
+        self.outputs, self.live_outputs = [o.detach() for o in differentiated], [o.detach() for o in outputs]
 
     def clear(self) -> None:
-        self.outputs, self.held = [], []
+        """Free the outputs and all gradients."""
+        self.outputs, self.live_outputs = [], []
         for tensor in (*self.model.parameters(), *self.inputs()):
             tensor.grad = None
 
     def inputs(self) -> list[torch.Tensor]:
+        """The flat tensors of the call."""
         return flatten((self.args, self.kwargs), "example_input")[0]
 
-    def on_own_stream(self, run: Callable[[], Any]) -> None:
-        """`run()` from where this model's random stream stands, and remember where it got to."""
+    def with_generator_state(self, run: Callable[[], Any]) -> None:
+        """`run()` from this model's generator state; the state that it leaves is kept for the next run."""
         _set_generator_state(self.state, self.device)
         run()
         self.state = _generator_state(self.device)
 
     def external_bytes(self) -> int:
-        """What is there when a step begins, but for what its call lets go first."""
+        """Bytes that are alive when a step begins, without the attributes that the call replaces before it allocates."""
         trace = self.plan.costed.trace
-        let_go = {*trace.replaced, *(name for name, _ in trace.filled)}
-        hanging = {**dict(self.model.named_buffers()), **attributes_of(self.model, torch.Tensor)}
-        hung = [t for name, t in hanging.items() if name not in let_go]
+        replaced = {*trace.replaced, *(name for name, _ in trace.filled)}
+        attributes = {**dict(self.model.named_buffers()), **attributes_of(self.model, torch.Tensor)}
+        kept = [t for name, t in attributes.items() if name not in replaced]
         states = [t for s in self.optimizer.state.values() for value in s.values() for t in plain_tensors(value)]
         constants = trace.joint.constants.values()
-        held = storage_bytes((*self.model.parameters(), *hung, *self.inputs(), *states, *constants))
-        return held + dict(self.plan.problem.graph.external).get(LIBRARY_BUFFERS, 0)
+        tensor_bytes = storage_bytes((*self.model.parameters(), *kept, *self.inputs(), *states, *constants))
+        return tensor_bytes + dict(self.plan.problem.graph.external).get(LIBRARY_BUFFERS, 0)
 
     def peak_bytes(self) -> int:
-        """Peak of one whole step, beginning without gradients, or with those of a step before where the plan counts them."""
+        """Peak of one whole step. It begins with the gradients of an earlier step if the plan counts them, else with none."""
         accumulated = self.settings.gradient_accumulation
         self.clear()
         if accumulated:
-            self.on_own_stream(self.forward_backward)
-            self.outputs, self.held = [], []
+            self.with_generator_state(self.forward_backward)
+            self.outputs, self.live_outputs = [], []
 
         def step() -> None:
             with PeakMeter(self.device) as meter:
                 self.forward_backward()
                 if self.plan.scope == "step":
                     self.optimizer.step()
-            self.measured = meter.peak_bytes
+            self.allocated_peak_bytes = meter.peak_bytes
 
         before = 0
         if self.plan.scope == "step":
@@ -190,22 +201,23 @@ class _Runner:
                 before += storage_bytes(
                     t.grad for t in (*self.model.parameters(), *self.inputs()) if t.grad is not None
                 )
-        self.on_own_stream(step)
+        self.with_generator_state(step)
         self.clear()
-        return before + self.measured
+        return before + self.allocated_peak_bytes
 
 
 def verify(plan: PlanRecord, session: Session, *, steps: int = 3, repeats: int = 3) -> VerifyReport:
     """Train copies of the untouched model and of the planned one for `steps` steps and compare everything bitwise.
 
     Args:
-        plan: the plan that `session` made.
-        steps: optimizer steps (≥ 1); the optimizer is the plan's, else plain SGD.
-        repeats: timed forward-backward runs of each, interleaved; 0 skips the timing (times are then 0.0).
+        plan: a plan of `session`.
+        session: the model, its call and the settings.
+        steps: optimizer steps (≥ 1), with the plan's optimizer, or plain SGD if it has none.
+        repeats: timed forward-backward runs of each model, in turn; 0: no timing (times are then 0.0).
 
     Raises:
-        ArgumentError: steps or repeats are no such numbers, the weights are not real, or model and inputs are not on the
-            plan's kind of device.
+        ArgumentError: steps or repeats are not such numbers, the weights are on meta, or neither model nor inputs are on
+            the plan's kind of device.
     """
     steps, repeats = whole("steps", steps, least=1, floats=False), whole("repeats", repeats, floats=False)
     model = session.model
@@ -214,18 +226,22 @@ def verify(plan: PlanRecord, session: Session, *, steps: int = 3, repeats: int =
     inputs, _ = flatten((session.args, session.kwargs), "example_input")
     refuse_elsewhere("verify", session.settings.device, model, inputs)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found_state = _generator_state(device)
+    caller_state = _generator_state(device)
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # a step is one of training, wherever it is verified
-            eager = _Runner(_copied(model, "the model"), plan, session, session.settings.loss)
-            planned = _Runner(_copied(plan.module, "the model"), plan, session, None)
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):  # a training step needs both, whatever the caller has set
+            eager = _Runner(_deep_copy(model, "the model"), plan, session, session.settings.loss)
+            planned = _Runner(_deep_copy(plan.module, "the model"), plan, session, None)
             return _compared(plan, eager, planned, steps, repeats)
     finally:
-        _set_generator_state(found_state, device)
+        _set_generator_state(caller_state, device)
 
 
 def refuse_elsewhere(what: str, planned: DeviceSpec, model: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
-    """Measured on another kind of device, neither peak nor time nor rounding would say anything about the plan."""
+    """Raise `ArgumentError` if neither model nor inputs are on the planned kind of device: measurements elsewhere do not
+    tell whether the plan holds. `what` names the caller in the error's text."""
     kinds = {t.device.type for t in (*model.parameters(), *model.buffers(), *inputs)}
     if planned.kind not in kinds:
         raise ArgumentError(
@@ -235,9 +251,10 @@ def refuse_elsewhere(what: str, planned: DeviceSpec, model: nn.Module, inputs: I
         )
 
 
-def _copied(found: Any, what: str, memo: dict[int, Any] | None = None) -> Any:
+def _deep_copy(value: Any, what: str, memo: dict[int, Any] | None = None) -> Any:
+    """`copy.deepcopy`, whose errors become an `ArgumentError` that names `what`."""
     try:
-        return copy.deepcopy(found, memo)
+        return copy.deepcopy(value, memo)
     except Exception as error:
         raise ArgumentError(
             f"verify trains a copy of {what}, and copy.deepcopy refuses ({type(error).__name__}: {error}); an attribute "
@@ -245,91 +262,97 @@ def _copied(found: Any, what: str, memo: dict[int, Any] | None = None) -> Any:
         ) from error
 
 
-def _leaves(arguments: Any) -> dict[int, Any]:
-    """What stands in a copy of the arguments for those that are results of a computation, which autograd does not copy."""
-    made = {}
+def _leaf_copies(arguments: Any) -> dict[int, Any]:
+    """id -> copy of each tensor argument that is the result of a computation, which `copy.deepcopy` refuses to copy."""
+    copies = {}
     for tensor in flatten(arguments, "example_input")[0]:
         if not tensor.is_leaf:
-            made[id(tensor)] = copy.deepcopy(tensor.detach()).requires_grad_()
-    return made
+            copies[id(tensor)] = copy.deepcopy(tensor.detach()).requires_grad_()
+    return copies
 
 
 def _compared(plan: PlanRecord, eager: _Runner, planned: _Runner, steps: int, repeats: int) -> VerifyReport:
+    """Run both models in lockstep, and report."""
     differences: list[str] = []
     losses: tuple[list[float], list[float]] = ([], [])
     for step in range(1, steps + 1):
         for runner, curve in zip((eager, planned), losses, strict=True):
             runner.clear()
-            runner.on_own_stream(runner.forward_backward)
+            runner.with_generator_state(runner.forward_backward)
             curve.append(sum(float(o.float().sum()) for o in runner.outputs))
         differences += _differences(step, eager, planned)
         for runner in (eager, planned):
-            runner.on_own_stream(runner.optimizer.step)
+            runner.with_generator_state(runner.optimizer.step)
     differences += _state_differences(steps, eager, planned)
     eager_peak, peak = eager.peak_bytes(), planned.peak_bytes()
     times = [0.0, 0.0]
     if repeats:
         times = interleaved_times([_timed(eager), _timed(planned)], repeats, device=eager.device)
     return VerifyReport(
-        steps,
-        plan.budget_bytes,
-        plan.peak_bytes,
-        peak,
-        eager_peak,
-        times[1],
-        times[0],
-        tuple(losses[1]),
-        tuple(losses[0]),
-        tuple(differences),
+        steps=steps,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        measured_peak_bytes=peak,
+        eager_peak_bytes=eager_peak,
+        step_s=times[1],
+        eager_step_s=times[0],
+        losses=tuple(losses[1]),
+        eager_losses=tuple(losses[0]),
+        differences=tuple(differences),
     )
 
 
 def _timed(runner: _Runner) -> Callable[[], None]:
+    """The function whose time is measured."""
+
     def run() -> None:
         runner.clear()
-        runner.on_own_stream(runner.forward_backward)
+        runner.with_generator_state(runner.forward_backward)
 
     return run
 
 
 def _differences(step: int, eager: _Runner, planned: _Runner) -> list[str]:
-    found = []
+    """What differs after a forward and backward: outputs, gradients, contents of the inputs, generator state."""
+    differences = []
     for k, (a, b) in enumerate(zip(eager.outputs, planned.outputs, strict=True)):
         if not _same(a, b):
-            found.append(f"step {step}: output {k}")
+            differences.append(f"step {step}: output {k}")
     for (name, a), (_, b) in zip(eager.model.named_parameters(), planned.model.named_parameters(), strict=True):
         if not _same(a.grad, b.grad):
-            found.append(f"step {step}: gradient of {name}")
+            differences.append(f"step {step}: gradient of {name}")
     for k, (a, b) in enumerate(zip(eager.inputs(), planned.inputs(), strict=True)):
         if a.is_leaf and not _same(a.grad, b.grad):
-            found.append(f"step {step}: gradient of input {k}")
+            differences.append(f"step {step}: gradient of input {k}")
         if not _same(a, b):
-            found.append(f"step {step}: content of input {k}")
+            differences.append(f"step {step}: content of input {k}")
     if not all(torch.equal(a, b) for a, b in zip(eager.state, planned.state, strict=True)):
-        found.append(f"step {step}: generator state")
-    return found
+        differences.append(f"step {step}: generator state")
+    return differences
 
 
 def _state_differences(step: int, eager: _Runner, planned: _Runner) -> list[str]:
-    found = []
+    """The parameters and buffers that differ."""
+    differences = []
     for kind, a_named, b_named in (
         ("parameter", eager.model.named_parameters(), planned.model.named_parameters()),
         ("buffer", eager.model.named_buffers(), planned.model.named_buffers()),
     ):
         for (name, a), (_, b) in zip(a_named, b_named, strict=True):
             if not _same(a, b):
-                found.append(f"step {step}: {kind} {name}")
-    return found
+                differences.append(f"step {step}: {kind} {name}")
+    return differences
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Bitwise equal (NaN equals NaN), or both missing."""
+    """Whether both are None, or have the same dtype, shape and elements; NaN equals NaN."""
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _generator_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The states of the default generators of the CPU and, for a GPU, of the device."""
     on_gpu = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
     return (torch.get_rng_state(), *on_gpu)
 
@@ -341,6 +364,6 @@ def _set_generator_state(state: Iterable[torch.Tensor], device: torch.device) ->
         torch.cuda.set_rng_state(rest[0], device)
 
 
-def _none() -> list[torch.Tensor]:
-    """An optimizer needs a parameter; a model without trainable ones gets a stand-in."""
+def _placeholder_parameters() -> list[torch.Tensor]:
+    """Parameters of the optimizer of a model that has no trainable ones, as an optimizer must have some."""
     return [nn.Parameter(torch.zeros(1))]
