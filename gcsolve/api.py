@@ -39,40 +39,41 @@ def solve(
     """Plan one training step of `model` inside a memory budget at the least recomputation.
 
     Args:
-        model: any module that `torch.export` (non-strict) accepts; weights real, fake or on meta. Never changed.
+        model: any module that `torch.export` (non-strict) accepts; weights real, fake or on meta. It is not changed.
         example_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-        budget_gb: allowed peak in GB (1e9 bytes).
-        budget: instead, a size ("20GiB") or a fraction of the store-all peak in (0, 1]. Neither: the device's memory (what
-            is free of it, when it is here) less a reserve, see `gcsolve.cost.devices.RESERVES`.
-        loss: maps the model's output to a scalar, traced with the model; the planned module then returns that scalar.
-            None: the output's gradients come from outside.
-        optimizer: a `torch.optim` class, its name or an instance, or bytes per parameter: its state, its master weights and
-            what its step takes count in the budget.
-        scope: "step" counts everything; "activations" only what forward and backward allocate.
+        budget_gb: the allowed peak in GB (1e9 bytes).
+        budget: the allowed peak as a size ("20GiB") or a fraction of the store-all peak in (0, 1], in place of `budget_gb`.
+            With neither, it is the device's memory (its free memory, if this machine has the device) less a reserve, see
+            `gcsolve.cost.devices.RESERVES`.
+        loss: a function from the model's output to a scalar, traced with the model; the planned module then returns that
+            scalar. None: the gradients of the outputs come from outside.
+        optimizer: a `torch.optim` class, its name or an instance, or its bytes per parameter. Its state, its master weights
+            and the temporaries of its step count in the budget.
+        scope: "step" counts all memory of the step; "activations" only what forward and backward allocate.
         solver: a name in `gcsolve.solvers()`, or a solver object.
-        cost: "flops", "roofline" ("auto"), "measured" (each distinct op is run on the device, which must be here; kept in
-            the user's cache directory) or a cost object.
-        device: where it will run: "cpu", "cuda", or a spec by name ("h200"); default: where the model is. For a GPU that
-            the model is not on, the step is traced with that GPU's kernels; such a plan is read here and runs there.
-        time_limit_s: seconds for the solver; at the limit the best plan so far is returned.
-        gap: (plan - bound) / plan step cost at which the solver may stop.
-        backward_from: the outputs that backward will start from. "scalars": when the model returns a scalar loss, scalars
-            alone; "all": every differentiable output.
-        gradient_accumulation: gradients of earlier steps are there when the step begins (no `zero_grad` before it), and
-            count.
-        autocast_backward: backward will be called inside the autocast block that is around the call, where eager casts
-            within some backward formulas too; else it is called outside, as torch advises.
-        progress: show what is being done; default: only when standard error is a terminal.
+        cost: "flops"; "roofline" ("auto"); "measured" (each distinct op is run on the device, which this machine must have;
+            times are kept in the user's cache directory); or a cost object.
+        device: where the step will run: "cpu", "cuda", or a spec by name ("h200"); default: where the model is. For a GPU
+            that the model is not on, the step is traced with that GPU's kernels; such a plan can be read here and run there.
+        time_limit_s: seconds for the solver; at the limit it returns its best plan so far.
+        gap: the solver may stop when (cost of the plan's step - cost at the bound) / cost of the plan's step is this small.
+        backward_from: the outputs that backward will start from. "scalars": the scalar outputs alone, if there are any
+            (a loss); "all": every differentiable output.
+        gradient_accumulation: gradients of earlier steps are alive when the step begins (no `zero_grad` before it), and
+            count in the budget.
+        autocast_backward: backward will be called inside the autocast block that is around the call, where eager mode also
+            casts within some backward formulas. False: it is called outside, as torch advises.
+        progress: show what is being done; default: only in a terminal or a notebook that a person watches.
 
     Returns:
-        a `Plan`; `plan.module` trains inside the budget with the original's results.
+        a `Plan`; `plan.module` trains within the budget with the results of `model`.
 
     Raises:
-        InfeasibleBudget: no plan fits; has `least_bytes`, for which a plan was found, `floor_bytes`, which every schedule
-            needs, and the op, module and source line that set them.
-        TraceError: the model cannot be traced, or has nothing to differentiate.
+        InfeasibleBudget: no plan fits. The error has `least_bytes`, a budget for which a plan was found, `floor_bytes`, which
+            every schedule needs, and the op, module and source line that set them.
+        TraceError: the model cannot be traced, or no output can be differentiated.
         ArgumentError: an argument has a value that cannot be used.
-        SolverError: a solver of your own raised, or its answer does not hold.
+        SolverError: a solver of your own raised, or its answer is not valid.
 
     Examples:
         >>> import torch, gcsolve
@@ -101,11 +102,11 @@ def solve(
 def minimum_budget(
     model: nn.Module, example_input: Any, *, time_limit_s: float = 60.0, **step: Unpack[StepOptions]
 ) -> MinimumBudget:
-    """How low a budget `solve` can meet (`bytes`), what is proven to be needed (`floor_bytes`), and the op that sets it.
+    """The least budget that `solve` can meet (`bytes`), the bytes proven to be needed (`floor_bytes`), and more.
 
     Args:
         model, example_input: as for `solve`.
-        time_limit_s: seconds; with more, found and proven figures come closer to each other.
+        time_limit_s: seconds to search; with more time, `bytes` and `floor_bytes` come closer to each other.
         step: loss, optimizer, scope, cost, device, backward_from, gradient_accumulation, autocast_backward, as for `solve`.
 
     Raises:
@@ -132,25 +133,25 @@ def load_plan(
     cost: str | CostModel | None = None,
     progress: bool | None = None,
 ) -> Plan:
-    """The plan that `plan.save(path)` wrote, for the same model in this process: same schedule, same peak, not solved again.
+    """The plan that `plan.save(path)` wrote, for the same model in this process, with the same schedule; nothing is solved.
 
     Args:
         path: the file.
         model: the model that was planned (its weights may differ).
-        example_input: as for `solve`; needed only where the call had arguments that JSON does not hold. Without it,
+        example_input: as for `solve`; required only if the call had arguments that JSON does not hold. Without it,
             `plan.verify` runs on zeros of the planned shapes.
-        loss: the function given to `solve`, if one was: code is not in the file.
-        optimizer: as for `solve`; needed only where it was none of torch.optim's.
-        cost: as for `solve`; needed only where it was an object of yours.
-        progress: show what is being done; default: only when somebody watches.
+        loss: the function that `solve` was called with, if any, since the file holds no code.
+        optimizer: as for `solve`; required only if it was not one of torch.optim.
+        cost: as for `solve`; required only if it was an object of yours.
+        progress: show what is being done; default: only in a terminal or a notebook that a person watches.
 
     Returns:
-        a `Plan`, equal to the saved one in everything that was planned.
+        a `Plan` with the schedule, the budget and the figures of the saved one.
 
     Raises:
-        PlanMismatch: model, mode, autocast, torch release, input or traced graph are not those of the file; the text says
-            which tensor or op differs first, and how it was and is.
-        ArgumentError: the file is not a saved plan or is damaged, or something that it cannot hold has to be given.
+        PlanMismatch: model, mode, autocast, torch release, input or traced graph are not those of the file; the text names
+            the first tensor or op that differs, and how it was and is.
+        ArgumentError: the file is not a saved plan or is damaged, or an argument that the file cannot hold is missing.
         OSError: the file cannot be read.
 
     Examples:

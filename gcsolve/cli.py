@@ -1,6 +1,6 @@
 """The command line: `gcsolve demo | plan | compare | fit | solvers | devices`, also as `python -m gcsolve`.
 
-What gcsolve refuses ends in one line on standard error and exit status 2; Ctrl-C in one line and status 130.
+An error of gcsolve ends in one line on standard error and exit status 2; Ctrl-C in one line and status 130.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: words after the program's name; None: the process's own.
+        argv: the arguments after the program's name; None: those of the process.
 
     Returns:
-        exit status: 0, 2 for what gcsolve refuses (argparse itself exits with 2 for words it does not know), 130 when
-        interrupted.
+        the exit status: 0, 2 after an error of gcsolve (argparse exits with 2 for unknown arguments), or 130 after Ctrl-C.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.run(arguments)
     except GcsolveError as error:
-        # One line: texts of several lines (a breakdown) are joined.
+        # Error texts with several lines (a breakdown) are joined to one.
         print(f"gcsolve: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -55,71 +54,113 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="plan and train a GPT of GPT-2-small's shape at half its store-all peak")
     demo.add_argument("--budget", default="0.5", help="fraction of the store-all peak, or a size (default: 0.5)")
-    demo.add_argument("--steps", type=int, default=2, help="training steps of the solved plan (default: 2)")
+    demo.add_argument("--steps", type=int, default=2, metavar="N", help="training steps of each plan (default: 2)")
     demo.add_argument("--layers", type=int, default=12, help=argparse.SUPPRESS)
     demo.set_defaults(run=_demo)
 
-    plan = commands.add_parser("plan", help="plan a model that a factory of yours makes")
-    _target(plan)
-    asked = plan.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--budget-gb", type=float, help="allowed peak in GB (1e9 bytes); no budget: the device's memory less a reserve"
-    )
-    asked.add_argument("--budget", help='a size ("20GiB"), or a fraction of the store-all peak ("0.5")')
-    plan.add_argument("--solver", default="auto", help="see `gcsolve solvers` (default: auto)")
-    plan.add_argument("--decisions", action="store_true", help="also list what is kept and what is recomputed")
-    plan.add_argument("--verify", type=int, metavar="STEPS", help="also run the plan against the untouched model")
-    plan.set_defaults(run=_plan)
-
-    compare = commands.add_parser("compare", help="solvers against each other at several budgets")
-    _target(compare)
-    compare.add_argument("--budgets", nargs="+", default=["0.8", "0.6", "0.4"], help="fractions, or sizes")
-    compare.add_argument("--solvers", nargs="+", metavar="SOLVER", help="default: all")
-    compare.add_argument("--measure", action="store_true", help="also run every plan beside the untouched model")
-    compare.add_argument("--json", metavar="FILE", help="also write everything there")
-    compare.add_argument("--plot", metavar="FILE", help="also draw overhead against memory there (.png, .svg, .pdf)")
-    compare.set_defaults(run=_compare)
-
-    fit = commands.add_parser("fit", help="the largest batch whose training step fits a device")
-    fit.add_argument("target", metavar="module:factory", help="a function of batch (and seq) that returns as for plan")
-    fit.add_argument("--batch", default="1..64", help="sizes to search (1..64) or to try (1,2,4); default: 1..64")
-    fit.add_argument("--seq", type=int, help="sequence length, handed to the factory")
-    size = fit.add_mutually_exclusive_group()
-    size.add_argument("--budget-gb", type=float, help="memory to use in GB; default: the device's less a reserve")
-    size.add_argument("--budget", help='memory to use as a size ("20GiB")')
-    _planning(fit, time_limit_s=20.0)
-    fit.set_defaults(run=_fit)
-
-    commands.add_parser("solvers", help="the methods that --solver accepts").set_defaults(run=_solvers)
-    commands.add_parser("devices", help="the devices that --device accepts").set_defaults(run=_devices)
+    _add_plan_options(commands.add_parser("plan", help="plan one training step of a model within a budget"))
+    _add_compare_options(commands.add_parser("compare", help="compare the plans of several solvers at several budgets"))
+    _add_fit_options(commands.add_parser("fit", help="find the largest batch whose training step fits a device"))
+    commands.add_parser("solvers", help="list the methods that --solver accepts").set_defaults(run=_solvers)
+    commands.add_parser("devices", help="list the devices that --device accepts").set_defaults(run=_devices)
     return parser
 
 
-def _target(parser: argparse.ArgumentParser) -> None:
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--budget-gb",
+        type=float,
+        metavar="GB",
+        help="allowed peak in GB (1e9 bytes); without a budget: the device's memory less a reserve",
+    )
+    budget.add_argument("--budget", help='allowed peak as a size ("20GiB") or a fraction of the store-all peak ("0.5")')
+    parser.add_argument("--solver", default="auto", help="a method that `gcsolve solvers` lists (default: auto)")
+    _add_step_options(parser, time_limit_s=60.0)
+    parser.add_argument("--decisions", action="store_true", help="also list what is kept and what is recomputed")
+    parser.add_argument(
+        "--verify",
+        type=int,
+        metavar="STEPS",
+        help="also run so many steps of the plan and of the untouched model, and compare",
+    )
+    parser.set_defaults(run=_plan)
+
+
+def _add_compare_options(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        metavar="BUDGET",
+        default=["0.8", "0.6", "0.4"],
+        help="fractions of the store-all peak, or sizes (default: 0.8 0.6 0.4)",
+    )
+    parser.add_argument(
+        "--solvers", nargs="+", metavar="SOLVER", help="methods that `gcsolve solvers` lists (default: all)"
+    )
+    _add_step_options(parser, time_limit_s=60.0)
+    parser.add_argument("--measure", action="store_true", help="also run every plan beside the untouched model")
+    parser.add_argument("--json", metavar="FILE", help="also write all results to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="also draw overhead against memory to FILE (.png, .svg, .pdf)")
+    parser.set_defaults(run=_compare)
+
+
+def _add_fit_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="module:factory",
+        help="a function of batch (and seq) that returns (model, example_input) or (model, example_input, loss)",
+    )
+    parser.add_argument("--batch", default="1..64", help="sizes to search (1..64) or to try (1,2,4); default: 1..64")
+    parser.add_argument("--seq", type=int, metavar="N", help="sequence length, passed to the factory")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--budget-gb",
+        type=float,
+        metavar="GB",
+        help="allowed peak in GB (1e9 bytes); without a budget: the device's memory less a reserve",
+    )
+    budget.add_argument("--budget", help='allowed peak as a size ("20GiB")')
+    _add_step_options(parser, time_limit_s=20.0)
+    parser.set_defaults(run=_fit)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="module:factory",
         help="a function without arguments that returns (model, example_input) or (model, example_input, loss)",
     )
-    _planning(parser, time_limit_s=60.0)
 
 
-def _planning(parser: argparse.ArgumentParser, time_limit_s: float) -> None:
-    parser.add_argument("--device", help="where it will run; see `gcsolve devices` (default: where the model is)")
+def _add_step_options(parser: argparse.ArgumentParser, time_limit_s: float) -> None:
+    """The options that say which step is planned, and for how long the solver may search."""
+    parser.add_argument("--device", help="where the step will run; see `gcsolve devices` (default: where the model is)")
     parser.add_argument("--cost", default="auto", help="flops, roofline or measured (default: roofline)")
-    parser.add_argument("--optimizer", help="a class in torch.optim (AdamW), or bytes per parameter; its state counts")
-    parser.add_argument("--scope", default="step", help="step (default), or activations: forward and backward only")
+    parser.add_argument("--optimizer", help="a class in torch.optim (AdamW), or bytes per parameter; its memory counts")
+    parser.add_argument(
+        "--scope",
+        default="step",
+        help="what the budget covers: step (default), or activations: what forward and backward allocate",
+    )
     parser.add_argument(
         "--gradient-accumulation",
         "--accumulate",
         action="store_true",
-        help="count gradients of earlier steps, in .grad",
+        help="the step begins with gradients of earlier steps in .grad, which count",
     )
     parser.add_argument(
-        "--backward-from", default="scalars", help="outputs that backward starts from: scalars (default), or all"
+        "--backward-from",
+        default="scalars",
+        metavar="OUTPUTS",
+        help="the outputs that backward starts from: scalars (default: scalar outputs alone, if there are any), or all",
     )
     parser.add_argument(
-        "--autocast-backward", action="store_true", help="backward will be called inside the autocast block"
+        "--autocast-backward",
+        action="store_true",
+        help="backward is called inside the autocast block that the call is in (default: outside)",
     )
     parser.add_argument(
         "--time-limit",
@@ -155,6 +196,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
+    """`gcsolve compare`; files that cannot be written are refused before the work."""
     _refuse_unwritable("--json", arguments.json)
     _refuse_unwritable("--plot", arguments.plot)
     if arguments.plot:
@@ -162,7 +204,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
         refuse_unknown_format("--plot", arguments.plot)
     model, example_input, loss = call_factory(named_factory(arguments.target))
-    found = gcsolve.compare(
+    comparison = gcsolve.compare(
         model,
         example_input,
         budgets=[_budget(text) for text in arguments.budgets],
@@ -171,15 +213,15 @@ def _compare(arguments: argparse.Namespace) -> None:
         loss=loss,
         **_settings(arguments),
     )
-    print(found.summary())
+    print(comparison.summary())
     if arguments.json:
-        found.to_json(arguments.json)
+        comparison.to_json(arguments.json)
     if arguments.plot:
-        found.plot().figure.savefig(arguments.plot, dpi=150)
+        comparison.plot().figure.savefig(arguments.plot, dpi=150)
 
 
 def _fit(arguments: argparse.Namespace) -> None:
-    found = gcsolve.fit(
+    answer = gcsolve.fit(
         named_factory(arguments.target),
         _batches(arguments.batch),
         seq=arguments.seq,
@@ -187,10 +229,11 @@ def _fit(arguments: argparse.Namespace) -> None:
         budget=arguments.budget,
         **_settings(arguments),
     )
-    print(found.summary())
+    print(answer.summary())
 
 
 def _solvers(_: argparse.Namespace) -> None:
+    """`gcsolve solvers`: each method with the first paragraph of its file's docstring."""
     import inspect
 
     from gcsolve.solver.registry import SOLVERS
@@ -201,13 +244,14 @@ def _solvers(_: argparse.Namespace) -> None:
     files = [inspect.getmodule(type(solver)) for solver in SOLVERS.values()]
     rows = []
     for (name, solver), file in zip(SOLVERS.items(), files, strict=True):
-        # Two of one file differ by what their classes say.
+        # Two solvers of one file are told apart by the docstrings of their classes.
         texts = [first_words(file), first_words(solver)] if files.count(file) > 1 else [first_words(file)]
         rows.append([name, " ".join(texts)])
     _print_table(["solver", "method"], rows)
 
 
 def _devices(_: argparse.Namespace) -> None:
+    """`gcsolve devices`: the figures of each device, in GB, GB/s and TFLOP/s."""
     from gcsolve.cost.devices import devices
 
     def tera(flops: float | None) -> str:
@@ -227,7 +271,7 @@ def _devices(_: argparse.Namespace) -> None:
         ]
         for spec in devices()
     ]
-    heads = [
+    columns = [
         "device",
         "GB",
         "GB/s",
@@ -240,14 +284,14 @@ def _devices(_: argparse.Namespace) -> None:
         "launch µs",
         "source of the figures (TFLOP/s, dense; launch: the usual time between two small kernels in eager PyTorch)",
     ]
-    _print_table(heads, rows, right=range(1, 10))
+    _print_table(columns, rows, right=range(1, 10))
 
 
-# --- words to values -------------------------------------------------------------------------------------------------
+# --- from arguments to values ----------------------------------------------------------------------------------------
 
 
 def _refuse_unwritable(option: str, file: str | None) -> None:
-    """Before the work: what it found could not be written there."""
+    """Raise `ArgumentError` before the work if its result could not be written to `file`."""
     if not file:
         return
     if Path(file).is_dir():
@@ -257,7 +301,7 @@ def _refuse_unwritable(option: str, file: str | None) -> None:
 
 
 def _budget(text: str) -> str | float:
-    """A plain number is a fraction; anything else is a size for the API to judge."""
+    """A number as a float, a fraction of the store-all peak; other text as it is, which the API checks as a size."""
     try:
         return float(text)
     except ValueError:
@@ -265,18 +309,19 @@ def _budget(text: str) -> str | float:
 
 
 def _batches(text: str) -> Sequence[int]:
-    """ "1..64" -> a range, "1,2,4" -> those."""
+    """The batch sizes: "1..64" is a range, "1,2,4" a list."""
     first, dots, last = text.partition("..")
     try:
-        found = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
+        sizes = range(int(first), int(last) + 1) if dots else [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ArgumentError(f"--batch {text} is neither of the form 1..64 nor of the form 1,2,4") from error
-    if not found or min(found) < 1:
+    if not sizes or min(sizes) < 1:
         raise ArgumentError(f"--batch {text} names no batch sizes ≥ 1; write the smaller first, as in 1..64, or 1,2,4")
-    return found
+    return sizes
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `_add_step_options`."""
     return {
         "device": arguments.device,
         "cost": arguments.cost,
@@ -290,6 +335,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _optimizer(text: str | None) -> Any:
+    """A number as bytes per parameter; other text as it is, the name of a class."""
     if text is None:
         return None
     try:
@@ -301,17 +347,17 @@ def _optimizer(text: str | None) -> Any:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i in right else "left", no_wrap=i == 0)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in right else "left", no_wrap=i == 0)
     for row in rows:
         table.add_row(*row)
-    # Not a terminal (a file, a pipe): wide enough that nothing is folded.
+    # In a file or a pipe the table is so wide that no line is folded.
     Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 

@@ -1,4 +1,4 @@
-"""`gcsolve demo`: a plain-torch GPT of GPT-2-small's shape, trained under four plans, nothing to download."""
+"""`gcsolve demo`: a GPT of GPT-2-small's shape in plain torch, trained under four plans; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _initialise(module: nn.Module) -> None:
 def gpt2_small(batch: int = 1, length: int = 768, vocabulary: int = 8192, seed: int = 0) -> tuple[GPT, Tensor]:
     """(model, tokens): GPT-2-small's 12 layers of width 768 with dropout, random weights and tokens.
 
-    The vocabulary is cut from 50257 to 8192: with batches small enough for a CPU the full one leaves little of the
-    memory to the layers, which are what is to be seen. Usable as `gcsolve plan gcsolve.demo:gpt2_small --budget 0.5`.
+    The vocabulary is 8192 instead of 50257: with batches small enough for a CPU, the logits of the full one would take most
+    of the memory, and the demo is about the layers. Usable as `gcsolve plan gcsolve.demo:gpt2_small --budget 0.5`.
     """
     torch.manual_seed(seed)
     model = GPT(vocabulary=vocabulary)
@@ -105,7 +105,13 @@ RULES = ("store_all", "uniform_sqrt", "blocks", "auto")
 
 
 class Training:
-    """SGD on a copy of `module`, measured. Peaks in bytes (whole step, of the first one), times in seconds."""
+    """SGD on a copy of `module`, measured.
+
+    Attributes:
+        losses: of each step.
+        seconds: of each step's forward and backward.
+        peak_bytes: of the first step, with what is alive during the whole step.
+    """
 
     def __init__(self, module: nn.Module, tokens: Tensor, seed: int = 0) -> None:
         self.module, self.tokens = copy.deepcopy(module), tokens
@@ -117,7 +123,7 @@ class Training:
         self.peak_bytes = 0
 
     def step(self) -> list[Tensor]:
-        """One step; its gradients."""
+        """Run one step; returns its gradients."""
         from gcsolve.ops.peak_meter import PeakMeter
 
         torch.set_rng_state(self.generator_state)
@@ -129,8 +135,8 @@ class Training:
         self.generator_state = torch.get_rng_state()
         self.losses.append(loss.item())
         if len(self.losses) == 1:
-            always = sum(t.nbytes for t in [*self.module.parameters(), *self.module.buffers(), self.tokens])
-            self.peak_bytes = always + meter.peak_bytes
+            external_bytes = sum(t.nbytes for t in [*self.module.parameters(), *self.module.buffers(), self.tokens])
+            self.peak_bytes = external_bytes + meter.peak_bytes
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -138,12 +144,12 @@ class Training:
 
 
 def run(budget: str | float = 0.5, *, steps: int = 2, layers: int = 12) -> None:
-    """Print one table: the untouched model, store-all, two usual rules and the solved plan, all at the same budget.
+    """Train under each plan, and print a table: the untouched model, store-all, two rules of thumb and the solved plan.
 
     Args:
-        budget: fraction of the store-all peak, or a size; the solved plan keeps it.
-        steps: training steps of the untouched model and of each plan, in turn; the table has the fastest.
-        layers: of the GPT.
+        budget: fraction of the store-all peak, or a size; the rules may miss it.
+        steps: training steps of each, in turn; the table has the time of the fastest.
+        layers: number of layers of the GPT.
     """
     from rich.console import Console
 
@@ -168,46 +174,64 @@ def run(budget: str | float = 0.5, *, steps: int = 2, layers: int = 12) -> None:
         f"planned in {solved.trace_s + solved.solution.solve_s:.1f} s "
         f"(trace {solved.trace_s:.1f} s, solve {solved.solution.solve_s:.1f} s)"
     )
-    plans = {name: solved if name == "auto" else _plan_of(solved, name) for name in RULES}
+    plans = {name: solved if name == "auto" else _rule_plan(solved, name) for name in RULES}
     eager = Training(model, tokens)
     trained = {name: Training(plan.module, tokens) for name, plan in plans.items() if plan is not None}
-    equal = dict.fromkeys(trained, True)
-    for step in range(steps):  # turn and turn about: whatever else the machine does then takes time from all of them
-        with console.status(f"step {step + 1} of {steps}: untouched"):
-            expected = eager.step()
-        for name, training in trained.items():
-            with console.status(f"step {step + 1} of {steps}: {name}"):
-                equal[name] &= _equal(training.step(), expected)
-    heads = ("plan", "predicted peak", "measured peak", "in budget", "overhead", "step", "gradients")
-    table = _table(heads, align="lrrcrrl")
-    table.add_row("untouched", "", size_text(eager.peak_bytes), "", "", f"{min(eager.seconds):.2f} s", "")
-    for name, plan in plans.items():
-        if plan is None:
-            table.add_row(name, "", "", "", "no plan", "", "")
-            continue
-        done = trained[name]
-        table.add_row(
-            f"solved ({plan.solution.solver})" if name == "auto" else name,
-            size_text(plan.peak_bytes),
-            size_text(done.peak_bytes),
-            "yes" if done.peak_bytes <= solved.budget_bytes else "no",
-            f"{plan.overhead:.1%}",
-            f"{min(done.seconds):.2f} s",
-            "bitwise equal" if equal[name] else "NOT EQUAL",
-        )
-    console.print(table)
-    ours = trained["auto"]
-    parameters = ([*run.module.parameters()] for run in (ours, eager))
-    same = ours.losses == eager.losses and _equal(*parameters)
+    equal = _train(eager, trained, steps, console)
+    console.print(_results_table(plans, eager, trained, equal, solved.budget_bytes))
+    auto = trained["auto"]
+    parameters = ([*training.module.parameters()] for training in (auto, eager))
+    same = auto.losses == eager.losses and _equal(*parameters)
     console.print(
-        f"losses of {steps} steps, solved plan: {_texts(ours.losses)}; untouched: {_texts(eager.losses)}\n"
+        f"losses of {steps} steps, solved plan: {_texts(auto.losses)}; untouched: {_texts(eager.losses)}\n"
         f"losses and parameters after {steps} steps: {'bitwise equal' if same else 'NOT EQUAL'}\n"
         f"proven: no plan, however often it recomputes, has an overhead below {solved.any_bound:.1%}"
     )
 
 
-def _plan_of(solved: Any, solver: str) -> Any:
-    """The plan of a rule that may miss the budget: then the least peak that it reaches, None when it says none."""
+def _train(eager: Training, trained: dict[str, Training], steps: int, console: Any) -> dict[str, bool]:
+    """Train all for `steps` steps; returns whether the gradients of each plan were bitwise equal to the untouched model's.
+
+    The trainings take turns step by step, so that other load on the machine affects all alike.
+    """
+    equal = dict.fromkeys(trained, True)
+    for step in range(steps):
+        with console.status(f"step {step + 1} of {steps}: untouched"):
+            expected = eager.step()
+        for name, training in trained.items():
+            with console.status(f"step {step + 1} of {steps}: {name}"):
+                equal[name] &= _equal(training.step(), expected)
+    return equal
+
+
+def _results_table(
+    plans: dict[str, Any], eager: Training, trained: dict[str, Training], equal: dict[str, bool], budget_bytes: int
+) -> Any:
+    """The table of the untouched model and of each plan."""
+    from gcsolve.util.sizes import size_text
+
+    columns = ("plan", "predicted peak", "measured peak", "in budget", "overhead", "step", "gradients")
+    table = _empty_table(columns, align="lrrcrrl")
+    table.add_row("untouched", "", size_text(eager.peak_bytes), "", "", f"{min(eager.seconds):.2f} s", "")
+    for name, plan in plans.items():
+        if plan is None:
+            table.add_row(name, "", "", "", "no plan", "", "")
+            continue
+        training = trained[name]
+        table.add_row(
+            f"solved ({plan.solution.solver})" if name == "auto" else name,
+            size_text(plan.peak_bytes),
+            size_text(training.peak_bytes),
+            "yes" if training.peak_bytes <= budget_bytes else "no",
+            f"{plan.overhead:.1%}",
+            f"{min(training.seconds):.2f} s",
+            "bitwise equal" if equal[name] else "NOT EQUAL",
+        )
+    return table
+
+
+def _rule_plan(solved: Any, solver: str) -> Any:
+    """The plan of a rule of thumb for the budget of `solved`, or the rule's plan of the least peak; None if it has none."""
     import gcsolve
 
     budget: int | None = solved.baseline_peak_bytes if solver == "store_all" else solved.budget_bytes
@@ -221,20 +245,22 @@ def _plan_of(solved: Any, solver: str) -> Any:
     return None
 
 
-def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def _equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether both have the same number of tensors, bitwise equal pair by pair."""
+    return len(tensors) == len(expected) and all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
 
 
 def _texts(losses: list[float]) -> str:
     return ", ".join(f"{loss:.4f}" for loss in losses)
 
 
-def _table(heads: tuple[str, ...], align: str) -> Any:
+def _empty_table(columns: tuple[str, ...], align: str) -> Any:
+    """A table without rows; `align` has a letter for each column: l, r or c."""
     from rich import box
     from rich.table import Table
 
-    words: dict[str, Any] = {"l": "left", "r": "right", "c": "center"}
+    sides: dict[str, Any] = {"l": "left", "r": "right", "c": "center"}
     table = Table(box=box.SIMPLE_HEAD)
-    for head, side in zip(heads, align, strict=True):
-        table.add_column(head, justify=words[side])
+    for column, letter in zip(columns, align, strict=True):
+        table.add_column(column, justify=sides[letter])
     return table

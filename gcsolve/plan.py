@@ -1,4 +1,4 @@
-"""`Plan`: what `gcsolve.solve` answers: a `PlanRecord` with what can be done with it."""
+"""`Plan`: the answer of `gcsolve.solve`, a `PlanRecord` with methods to verify, draw, save and plan again."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ class Plan(PlanRecord):
     """A schedule for one training step of a model, and the module that runs it.
 
     Attributes:
-        module: trains inside the budget with the original's results; shares its parameters, buffers and attributes.
-        model_name: class of the planned model.
-        budget_bytes: the budget, in the scope's terms.
-        baseline_peak_bytes: predicted peak when nothing is recomputed.
-        solution: the solver's answer, bound and gap included.
-        solver_options: what the solver was given.
-        trace_s: seconds spent on trace and costs; `solution.solve_s` those of the solver.
+        module: trains within the budget with the results of the original, whose parameters, buffers and attributes it shares.
+        model_name: the class of the planned model.
+        budget_bytes: the budget, counted as `scope` says.
+        baseline_peak_bytes: the predicted peak when nothing is recomputed.
+        solution: the solver's answer, with bound and gap.
+        solver_options: solver, time limit and gap that were asked for.
+        trace_s: seconds spent on trace and costs; `solution.solve_s` has those of the solver.
+        session: the traced call, from which other plans are made without tracing again.
     """
 
     session: Session
 
     @classmethod
     def of(cls, session: Session, solution: Solution, allowed_bytes: int, options: SolverOptions) -> Plan:
-        """The plan that carries out `solution`."""
+        """The plan of `solution`, which `session` found for `allowed_bytes` and `options`."""
         record = session.record(solution, allowed_bytes, options)
         data = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
         return cls(**data, session=session)
@@ -44,10 +45,10 @@ class Plan(PlanRecord):
     def solved(
         cls, session: Session, allowed_bytes: int, options: SolverOptions, progress: bool | None = False
     ) -> Plan:
-        """Solve the session's step for a budget, and carry the answer out.
+        """Solve the session's step for a budget of `allowed_bytes`, and emit the plan.
 
         Raises:
-            InfeasibleBudget: the solver does not meet the budget.
+            InfeasibleBudget: the solver has no plan within the budget.
         """
         return cls.of(session, session.solution(allowed_bytes, options, progress), allowed_bytes, options)
 
@@ -55,11 +56,11 @@ class Plan(PlanRecord):
         """Run the plan and the untouched model side by side for `steps` optimizer steps and compare everything bitwise.
 
         Args:
-            steps: optimizer steps (≥ 1); the optimizer is the plan's, else plain SGD.
-            options: `repeats`, timed forward-backward runs of each model, interleaved (default 3; 0: no timing).
+            steps: optimizer steps (≥ 1), with the plan's optimizer, or plain SGD if it has none.
+            options: `repeats`: timed forward-backward runs of each model, in turn (default 3; 0: no timing).
 
         Raises:
-            ArgumentError: the weights are not real, or model and inputs are not on the plan's kind of device.
+            ArgumentError: the weights are on meta, or neither model nor inputs are on the plan's kind of device.
         """
         return verify(self, self.session, steps=steps, **options)
 
@@ -76,15 +77,15 @@ class Plan(PlanRecord):
         """The same model and input planned for another budget or by another solver, without tracing again.
 
         Args:
-            budget_gb, budget: as for `gcsolve.solve`; neither: this plan's budget.
-            solver, time_limit_s, gap: those that are not given are this plan's.
+            budget_gb, budget: as for `gcsolve.solve`; if neither is given, this plan's budget.
+            solver, time_limit_s, gap: as for `gcsolve.solve`; each that is not given is this plan's.
             progress: as for `gcsolve.solve`.
 
         Raises:
             InfeasibleBudget, ArgumentError: as `gcsolve.solve`.
         """
-        given = {"solver": solver, "time_limit_s": time_limit_s, "gap": gap}
-        options = replace(self.solver_options, **{name: value for name, value in given.items() if value is not None})
+        changes = {"solver": solver, "time_limit_s": time_limit_s, "gap": gap}
+        options = replace(self.solver_options, **{name: value for name, value in changes.items() if value is not None})
         check_request(budget_gb, budget, options)
         unchanged = budget_gb is None and budget is None
         allowed_bytes = self.budget_bytes if unchanged else self.session.budget_bytes(budget_gb, budget)
@@ -102,19 +103,19 @@ class Plan(PlanRecord):
         return figures.memory(self, ax)
 
     def plot_schedule(self, ax: Any = None) -> Any:
-        """When the forward values of each module are alive, and when computed again; returns matplotlib's Axes."""
+        """When the forward values of each module are alive, and when they are recomputed; returns matplotlib's Axes."""
         from gcsolve.report import figures
 
         return figures.schedule(self, ax)
 
     def plot_layers(self, ax: Any = None) -> Any:
-        """What is kept and what recomputed, module by module; returns matplotlib's Axes."""
+        """Bytes kept and bytes recomputed of each module; returns matplotlib's Axes."""
         from gcsolve.report import figures
 
         return figures.layers(self, ax)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained page: the timeline with what is alive at every moment and why, search, the decisions."""
+        """Write a self-contained HTML page: timeline, what is alive at every moment and why, a search, and the decisions."""
         from gcsolve.report.page import save_html
 
         save_html(self, path)

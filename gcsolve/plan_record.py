@@ -1,4 +1,4 @@
-"""What a plan says, as data: `PlanRecord`, its `Decision`s, and `MinimumBudget`. `Plan` (plan.py) adds what it can do."""
+"""The data of a plan: `PlanRecord`, its `Decision`s, and `MinimumBudget`. `Plan` (plan.py) adds the methods."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from gcsolve.util.sizes import size_text
 
 @dataclass(frozen=True)
 class Decision:
-    """What the plan does with one forward value that backward reads.
+    """What a plan does with one forward value that backward reads.
 
-    `action`: "keep" or "recompute"; `times`: how often its op is rerun; `read_by`: the first backward op that reads it.
+    Attributes:
+        module, op, source: module path, op and the user's line that compute the value.
+        shape, dtype, size_bytes: of the value.
+        action: "keep" or "recompute".
+        times: how often its op is rerun.
+        read_by: the first backward op that reads it.
     """
 
     module: str
@@ -37,7 +42,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """How to solve: a solver (its name or itself), seconds, and the gap to the bound at which it may stop."""
+    """The solver, by name or as an object; its time limit in seconds; and the gap to the bound at which it may stop."""
 
     solver: str | Solver = "auto"
     time_limit_s: float = 60.0
@@ -46,14 +51,14 @@ class SolverOptions:
 
 @dataclass(frozen=True)
 class MinimumBudget:
-    """How low a budget can go, in bytes.
+    """The least budgets of a step, in bytes.
 
     Attributes:
-        bytes: the least budget for which a plan was found, with any number of reruns; `gcsolve.solve` has a plan for it.
+        bytes: the least budget for which a plan was found, with any number of reruns; `gcsolve.solve` finds a plan for it.
         floor_bytes: every schedule needs at least this (proven).
-        one_rerun_bytes: the least budget found for a plan that reruns each value at most once, so at less overhead.
+        one_rerun_bytes: the least budget found for a plan that recomputes each value at most once, with less overhead.
         one_rerun_floor_bytes: every such plan needs at least this (proven).
-        op: the op at the peak of the plan for `bytes`; `module`: its module path; `source`: the user's line.
+        op, module, source: the op at the peak of the plan for `one_rerun_bytes`, its module path, and the user's line.
     """
 
     bytes: int
@@ -70,14 +75,16 @@ class PlanRecord:
     """A schedule for one training step of a model, the module that runs it, and the figures of both.
 
     Attributes:
-        module: trains inside the budget with the original's results; shares its parameters, buffers and attributes.
-        model_name: class of the planned model.
-        budget_bytes: the budget, in the scope's terms.
-        baseline_peak_bytes: predicted peak when nothing is recomputed.
-        solution: the solver's answer, bound and gap included.
-        solver_options: what the solver was given.
-        scope, device, cost: "step" or "activations"; name of the device and of the cost model.
-        trace_s: seconds spent on trace and costs; `solution.solve_s` those of the solver.
+        module: trains within the budget with the results of the original, whose parameters, buffers and attributes it shares.
+        model_name: the class of the planned model.
+        budget_bytes: the budget, counted as `scope` says.
+        baseline_peak_bytes: the predicted peak when nothing is recomputed.
+        solution: the solver's answer, with bound and gap.
+        solver_options: solver, time limit and gap that were asked for.
+        costed: the traced and costed step.
+        scope: "step" or "activations".
+        device, cost: names of the device and of the cost model.
+        trace_s: seconds spent on trace and costs; `solution.solve_s` has those of the solver.
     """
 
     module: nn.Module
@@ -117,12 +124,12 @@ class PlanRecord:
 
     @property
     def overhead(self) -> float:
-        """Recompute cost / store-all step cost, in the plan's cost model."""
+        """Recompute cost / cost of the store-all step, in the plan's cost model."""
         return self.replay.overhead
 
     @cached_property
     def overhead_flops(self) -> float:
-        """Recompute FLOPs / store-all step FLOPs, of the ops that have a formula."""
+        """Recompute FLOPs / FLOPs of the store-all step, both of the ops that have a formula alone."""
         return self.costed.overhead_flops(self.schedule)
 
     @property
@@ -142,7 +149,7 @@ class PlanRecord:
 
     @property
     def gap(self) -> float:
-        """(plan step time - bound step time) / plan step time."""
+        """(cost of the plan's step - cost of a step at the bound) / cost of the plan's step."""
         return self.solution.gap
 
     @property
@@ -158,36 +165,36 @@ class PlanRecord:
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """One entry a forward value that backward reads, in forward order."""
+        """An entry for each forward value that backward reads, in forward order."""
         graph = self.problem.graph
         runs = self.schedule.runs(graph)
         bases = {v: n for n, v in self.costed.lowered.value_of.items() if n not in self.costed.lowered.views}
-        found: list[Decision] = []
+        decisions: list[Decision] = []
         for v, value in enumerate(graph.values):
             readers = [r for r in graph.readers[v] if graph.is_backward(r) and graph.nodes[r].op != "step_end"]
             if graph.is_backward(value.producer) or not readers or v not in bases:
                 continue
             node = graph.nodes[value.producer]
-            made = tensors_of(bases[v])
+            tensors = tensors_of(bases[v])
             times = runs[value.producer] - 1
-            found.append(
+            decisions.append(
                 Decision(
-                    node.module,
-                    node.op,
-                    node.source,
-                    tuple(made[0].shape) if made else (),
-                    str(made[0].dtype).removeprefix("torch.") if made else "",
-                    value.size_bytes,
-                    "recompute" if times and not value.pinned else "keep",
-                    times,
-                    graph.nodes[readers[0]].name,
+                    module=node.module,
+                    op=node.op,
+                    source=node.source,
+                    shape=tuple(tensors[0].shape) if tensors else (),
+                    dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+                    size_bytes=value.size_bytes,
+                    action="recompute" if times and not value.pinned else "keep",
+                    times=times,
+                    read_by=graph.nodes[readers[0]].name,
                 )
             )
-        return tuple(found)
+        return tuple(decisions)
 
     @property
     def _optimizer_note(self) -> list[str]:
-        """A line when no recomputation can lower the peak, because it sits in the optimizer."""
+        """A line of the summary if the peak is inside the optimizer's step, where no recomputation can lower it; else none."""
         action: Any = self.schedule.actions[self.replay.peak_action]
         last = self.problem.graph.nodes[-1]
         if action.node != len(self.problem.graph.nodes) - 1 or not last.workspace_bytes:
@@ -224,8 +231,8 @@ class PlanRecord:
         if self.costed.costed_by_bytes:
             ops, problem = set(self.costed.costed_by_bytes), self.problem
             share = sum(c for c, n in zip(problem.cost, problem.graph.nodes, strict=True) if n.op in ops)
-            told = f"no FLOP formula; {share / (problem.total_cost or 1.0):.0%} of the step's {unit}"
-            lines.append(f"costed by bytes ({told}): {_op_names(self.costed.costed_by_bytes)}")
+            note = f"no FLOP formula; {share / (problem.total_cost or 1.0):.0%} of the step's {unit}"
+            lines.append(f"costed by bytes ({note}): {_op_names(self.costed.costed_by_bytes)}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -233,5 +240,5 @@ class PlanRecord:
 
 
 def _op_names(ops: tuple[str, ...]) -> str:
-    """As torch.ops.aten has them: "aten.gelu.default" -> "gelu"."""
+    """The ops' short names: "aten.gelu.default" -> "gelu"."""
     return ", ".join(op.removeprefix("aten.").removesuffix(".default") for op in ops)

@@ -1,7 +1,7 @@
-"""One traced and costed model call, from which any number of plans come without tracing again.
+"""`Session`: a model call that is traced and costed once, and then planned for any number of budgets.
 
-The way of a plan: `Settings.checked` (the arguments) -> `TracedCall.of` (trace and costs) -> `Session.solution` (the
-solver) -> `Session.record` (the emitted module and its figures).
+A plan is made in four steps: `Settings.checked` (checks the arguments) -> `TracedCall.of` (trace and costs) ->
+`Session.solution` (the solver) -> `Session.record` (the emitted module and the plan's figures).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from gcsolve.util.tree import flatten
 logger = logging.getLogger("gcsolve")
 
 LEAST_BUDGET_S = 5.0
-"""Seconds spent on a plan to name, once a budget is proven to be too small."""
+"""Once a budget is proven too small: the seconds spent on finding a budget to name in the error."""
 
 
 class StepOptions(TypedDict, total=False):
-    """The keyword arguments that say which step is planned, alike in all public functions; `gcsolve.solve` explains them."""
+    """The keyword arguments that describe the step, the same in all public functions; `gcsolve.solve` explains them."""
 
     loss: Callable[[Any], Any] | None
     optimizer: Any
@@ -65,7 +65,7 @@ class StepOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """`StepOptions`, checked."""
+    """The `StepOptions` after their checks, with defaults filled in and names resolved."""
 
     loss: Callable[[Any], Any] | None
     optimizer: Any
@@ -90,7 +90,8 @@ class Settings:
         gradient_accumulation: bool = False,
         autocast_backward: bool = False,
     ) -> Settings:
-        """
+        """The settings for planning `model`; the other arguments are those of `gcsolve.solve`.
+
         Raises:
             ArgumentError: an argument has a value that cannot be used.
         """
@@ -127,7 +128,7 @@ class Settings:
         )
 
     def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-        """The step of that call, with the device's kernels."""
+        """Trace the step of the call `model(*args, **kwargs)` with the device's kernels."""
         tensors, _ = flatten((args, kwargs), "example_input")
         kernels = target_kernels(self.device, (*model.parameters(), *model.buffers(), *tensors))
         return trace(model, args, kwargs, self.loss, self.backward_from == "all", kernels, self.autocast_backward)
@@ -146,8 +147,9 @@ class Settings:
 
         Args:
             inputs: the flat tensors of the call.
-            cost: the cost model; `self.cost` unless a file brings the costs.
+            cost: the cost model: `self.cost`, or another if the costs come from a saved plan.
             measure: run ops that may have a workspace once on this machine.
+            progress: show a progress bar while ops are run.
         """
         return costed(
             traced,
@@ -163,10 +165,11 @@ class Settings:
         )
 
     def default_budget_bytes(self, model: nn.Module) -> int:
-        """The device's memory less its reserve: what is free and what the model has already, where the device is here.
+        """The device's memory less its reserve; if this machine has the device, its free memory and what the model takes of it
+        now, less the reserve.
 
         Raises:
-            ArgumentError: scope="activations", which no device's memory says anything about.
+            ArgumentError: scope="activations": that part of the memory has no default.
         """
         if self.scope != "step":
             raise ArgumentError(
@@ -176,34 +179,43 @@ class Settings:
         spec = self.device
         if not is_here(spec):
             return spec.memory_bytes - spec.reserve_bytes
-        held = torch.cuda.memory_reserved() if spec.kind == "cuda" else storage_bytes(_real_tensors(model))
-        return max(1, free_memory_bytes(spec) + held - spec.reserve_bytes)
+        in_use_bytes = torch.cuda.memory_reserved() if spec.kind == "cuda" else storage_bytes(_real_tensors(model))
+        return max(1, free_memory_bytes(spec) + in_use_bytes - spec.reserve_bytes)
 
 
 def _real_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The model's parameters and buffers that are not on meta."""
     return [t for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
 
 
 def _captured_tensors(loss: Any) -> list[str]:
-    """Names of the tensors a loss function carries with it: closed over, global, bound by default or by partial."""
+    """Names of the tensors that the loss function uses beside its argument: from closures, globals, defaults and partials."""
     if isinstance(loss, functools.partial):
         bound = {**{f"argument {i}": v for i, v in enumerate(loss.args)}, **loss.keywords}
         return [k for k, v in bound.items() if isinstance(v, torch.Tensor)] + _captured_tensors(loss.func)
     if not inspect.isfunction(loss):
         return []
-    seen = inspect.getclosurevars(loss)
+    captured = inspect.getclosurevars(loss)
     defaults = {f"default {i}": v for i, v in enumerate(loss.__defaults__ or ())} | dict(loss.__kwdefaults__ or {})
-    return [k for k, v in {**seen.globals, **seen.nonlocals, **defaults}.items() if isinstance(v, torch.Tensor)]
+    return [k for k, v in {**captured.globals, **captured.nonlocals, **defaults}.items() if isinstance(v, torch.Tensor)]
 
 
 def _device_of(model: nn.Module) -> str:
+    """The torch device of the model's first real tensor; "cpu" if all are on meta."""
     tensors = _real_tensors(model)
     return str(tensors[0].device) if tensors else "cpu"
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A traced and costed step, the signature of the calls that it serves, and how long that took."""
+    """A traced and costed step.
+
+    Attributes:
+        costed: the step without a budget.
+        store_all_bytes: its peak when nothing is recomputed.
+        key: the signature of the calls that it serves.
+        seconds: time spent on trace and costs.
+    """
 
     costed: Costed
     store_all_bytes: int
@@ -219,6 +231,7 @@ class TracedCall:
         settings: Settings,
         progress: bool | None = False,
     ) -> TracedCall:
+        """Trace and cost the call `model(*args, **kwargs)`."""
         started = time.perf_counter()
         tensors, template = flatten((args, kwargs), "example_input")
         with shown(progress, f"tracing {type(model).__name__}"):
@@ -263,22 +276,22 @@ class Session:
         return self.call.costed.problem
 
     def budget_bytes(self, budget_gb: float | None, budget: str | float | None) -> int:
-        """What the caller wrote, in bytes; nothing: what the device has."""
+        """The budget that the caller passed, in bytes; if both arguments are None, the default for the device."""
         if budget_gb is None and budget is None:
             return self.settings.default_budget_bytes(self.model)
         return budget_bytes(budget_gb, budget, self.call.store_all_bytes)
 
     def solution(self, allowed_bytes: int, options: SolverOptions, progress: bool | None = False) -> Solution:
-        """The solver's answer alone, nothing emitted.
+        """Solve for a budget of `allowed_bytes`; nothing is emitted.
 
         Raises:
-            InfeasibleBudget: it does not meet the budget.
+            InfeasibleBudget: the solver has no plan within the budget.
         """
         with shown(progress, f"solving for {size_text(allowed_bytes)}"):
             return _solved(self.model, self.call, allowed_bytes, options)
 
     def record(self, solution: Solution, allowed_bytes: int, options: SolverOptions) -> PlanRecord:
-        """The plan that carries out `solution`, which other calls are planned like."""
+        """The plan of `solution`; its module plans calls with other shapes or modes for the same budget when they come."""
 
         def replan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
             logger.info("%s is called as it was not planned for (shapes, dtypes, arguments or modes): planning again",
@@ -311,7 +324,7 @@ class Session:
         )
 
     def minimum(self, time_limit_s: float) -> MinimumBudget:
-        """How low a budget can go; see `gcsolve.minimum_budget`."""
+        """The least budgets, searched for `time_limit_s` seconds; see `gcsolve.minimum_budget`."""
         one_rerun = minimum_peak(self.problem, 0.6 * time_limit_s)
         least_bytes, floor_bytes = minimum_any_budget(self.problem, one_rerun.bytes, 0.4 * time_limit_s)
         node = self.problem.graph.nodes[one_rerun.node]
@@ -327,7 +340,7 @@ class Session:
 
 
 def check_request(budget_gb: float | None, budget: str | float | None, options: SolverOptions) -> None:
-    """Refuse what no model is needed to refuse.
+    """Check the arguments that can be checked before the model is traced.
 
     Raises:
         ArgumentError: budget, solver, time limit or gap cannot be used.
@@ -338,6 +351,7 @@ def check_request(budget_gb: float | None, budget: str | float | None, options: 
 
 
 def _solved(model: nn.Module, call: TracedCall, allowed_bytes: int, options: SolverOptions) -> Solution:
+    """The solution for a budget of `allowed_bytes`; raises `InfeasibleBudget` if there is none."""
     problem = call.costed.problem.with_budget(allowed_bytes)
     refuse_below_floor(problem, look_s=min(LEAST_BUDGET_S, options.time_limit_s))
     solution = solve_problem(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap)
@@ -352,15 +366,20 @@ def _solved(model: nn.Module, call: TracedCall, allowed_bytes: int, options: Sol
 
 
 def refuse_below_floor(problem: Problem, look_s: float = 0.0) -> None:
-    """Say at once when the budget is below what no recomputation can lower; `look_s`: seconds to find what would do."""
+    """Raise `InfeasibleBudget` if the budget is below the bytes that every schedule needs.
+
+    Args:
+        problem: the step with the budget.
+        look_s: seconds to look for a plan, whose peak the error then names as a budget that can be met; 0: none is named.
+    """
     graph = problem.graph
-    floor, at = peak_floor(problem)
+    floor, index = peak_floor(problem)
     if problem.budget_bytes >= floor:
         return
     gradients = sum(v.size_bytes for v in graph.values if v.kind == "gradients")
     fixed = [(kind, size) for kind, size in (*graph.external, ("gradients", gradients)) if size]
     total = sum(size for _, size in fixed)
-    node = graph.nodes[at] if at >= 0 else None
+    node = graph.nodes[index] if index >= 0 else None
     needed = f"at least {_exact(floor)} is needed (proven), to run {node.where() if node else 'the step'}"
     if problem.budget_bytes < total:
         parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in fixed)
@@ -380,27 +399,28 @@ def refuse_below_floor(problem: Problem, look_s: float = 0.0) -> None:
 
 
 def _exact(size: int) -> str:
+    """Bytes as in "1.23 MB (1234567 bytes)"."""
     return f"{size_text(size)} ({size} bytes)"
 
 
 def infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget | UnsuitedSolver:
-    """The error that says why `solution` does not meet the budget."""
+    """The error that says why `solution` does not meet the budget of `problem`."""
     if solution.status is Status.UNSUITED:
         return UnsuitedSolver(
             f'solver={solution.solver!r} does not take a graph of {len(problem.graph.nodes)} ops; use solver="auto"'
         )
     node = problem.graph.nodes[solution.least_node] if solution.least_node is not None else None
     floor, _ = peak_floor(problem)
-    least, at = solution.least_bytes, node.where() if node else "an op"
-    asked = f"budget {size_text(problem.budget_bytes)} cannot be met by {solution.solver}"
+    least, place = solution.least_bytes, node.where() if node else "an op"
+    refusal = f"budget {size_text(problem.budget_bytes)} cannot be met by {solution.solver}"
     if solution.status is Status.TIME_LIMIT and least is None:
-        text = f"{asked} within the time limit; raise time_limit_s or the budget"
+        text = f"{refusal} within the time limit; raise time_limit_s or the budget"
     elif least is None:
-        text = f"{asked}; gcsolve.minimum_budget looks for the least that can (`bytes`)"
+        text = f"{refusal}; gcsolve.minimum_budget looks for the least that can (`bytes`)"
     else:
         text = (
-            f"{asked}: at least {_exact(floor)} is needed (proven), and the least budget for which it found a plan is "
-            f"{_exact(least)}, set by {at}; raise the budget to that"
+            f"{refusal}: at least {_exact(floor)} is needed (proven), and the least budget for which it found a plan is "
+            f"{_exact(least)}, set by {place}; raise the budget to that"
         )
     return _refusal(text, problem, least, floor, node)
 
@@ -408,7 +428,7 @@ def infeasible(problem: Problem, solution: Solution) -> InfeasibleBudget | Unsui
 def _refusal(
     text: str, problem: Problem, least_bytes: int | None, floor_bytes: int, node: Node | None
 ) -> InfeasibleBudget:
-    """The error with what would do, what is needed at the least, and the op, module and line that set it."""
+    """The error with its figures: the least budget known to suffice, the bytes that are proven to be needed, and the node."""
     return InfeasibleBudget(
         text,
         budget_bytes=problem.budget_bytes,

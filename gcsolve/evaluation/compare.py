@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -268,22 +269,18 @@ def compare(
         inputs, _ = flatten((session.args, session.kwargs), "example_input")
         refuse_elsewhere("measure=True", settings.device, model, inputs)
     sizes = tuple(dict.fromkeys(budget_bytes(gb, b, store_all_bytes) for gb, b in budget_pairs))
-    runs = [
-        (name, SolverOptions(solver, time_limit_s, gap), size)
-        for size in sizes
-        for name, solver in labelled_solvers.items()
-    ]
+    options = {name: SolverOptions(solver, time_limit_s, gap) for name, solver in labelled_solvers.items()}
     rows: list[ComparisonRow] = []
     eager_peak_bytes: int | None = None
     complete = False
     try:
-        with bar(progress, len(runs)) as begin:
-            for name, options, size in runs:
+        with bar(progress, len(sizes) * len(options)) as begin:
+            for size, name in itertools.product(sizes, options):
                 begin(f"{name} at {size_text(size)}")
-                row, solution = _predicted(session, name, options, size)
+                row, solution = _predicted(session, name, options[name], size)
                 if measure and row.fits:
                     assert solution is not None
-                    plan = session.record(solution, size, options)
+                    plan = session.record(solution, size, options[name])
                     row, eager_peak_bytes = _measured(row, session, plan, steps, repeats, eager_peak_bytes)
                 rows.append(row)
         complete = True

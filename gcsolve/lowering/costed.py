@@ -32,7 +32,7 @@ class Costed:
     """A lowered step with the cost of every node.
 
     Attributes:
-        trace, lowered: what it was made from.
+        trace, lowered: the traced step, and the Graph of its ops and values.
         problem: the graph and the cost of each node; its budget is 0.
         flops: FLOPs of each node, in node order.
         estimated_workspace: names of the ops whose workspace is estimated, not measured.
