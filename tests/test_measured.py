@@ -1,16 +1,13 @@
-"""cost="measured": each distinct op run once a machine, valid made-up inputs, the cache on disk; and register_cost."""
+"""cost/measured.py: each distinct op is run once a machine and kept on disk; and register_cost."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import gcsolve
 from gcsolve.cost import flops, measured
@@ -18,10 +15,8 @@ from gcsolve.cost.devices import get_device
 from gcsolve.cost.measured import OpCache, OpRun, cache_directory, op_seconds
 from gcsolve.cost.registry import get_cost
 from gcsolve.errors import ArgumentError
-from gcsolve.ops import facts
-from gcsolve.ops import run as alone
 from tests.models import MLP
-from tests.test_cost import CPU, the, traced
+from tests.tracing import CPU, traced
 
 aten = torch.ops.aten
 
@@ -142,22 +137,6 @@ def test_sampling_ends_when_the_three_fastest_agree(monkeypatch):
     assert op_seconds(lambda: None, CPU) == pytest.approx((5.0 + 5.1 + 5.05) / 3)
 
 
-def test_operands_and_results_take_turns():
-    (node,) = traced(torch.mul, torch.randn(8, 8), torch.randn(8, 8))
-    seen: list[tuple[int, ...]] = []
-    op = node.target
-    node.target = lambda a, b: (seen.append((a.data_ptr(), b.data_ptr())), op(a, b))[1]  # type: ignore[operator]
-
-    def use(run: Any) -> list[torch.Tensor]:
-        return [run() for _ in range(6)]
-
-    results = alone.run_alone(node, CPU.kind, (alone.lively,), use, copies=3)
-    assert len(set(seen[:3])) == 3
-    assert seen[:3] == seen[3:]
-    assert len({t.data_ptr() for t in results[:3]}) == 3
-    assert all(torch.equal(results[0], t) for t in results)
-
-
 def test_what_is_run_has_left_the_caches(monkeypatch):
     """Twice the last cache passes between two runs of a large op on the same operands; a small one has 32 sets."""
     monkeypatch.setattr(measured, "_cache_bytes", lambda kind: 1 << 20)
@@ -171,52 +150,6 @@ def test_what_is_run_has_left_the_caches(monkeypatch):
 def test_a_device_that_is_not_here_is_refused():
     with pytest.raises(ArgumentError, match=r"mi300x, which is not here.*roofline"):
         get_cost("measured", get_device("mi300x"))
-
-
-# --- made-up inputs --------------------------------------------------------------------------------------------------
-
-
-def indexing(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, image: torch.Tensor) -> Any:
-    x, table, image = (t.detach().requires_grad_() for t in (x, table, image))
-    rows = F.embedding(ids, table)
-    picked = x.gather(1, ids) + x[ids[0], ids[0]].sum() + x.index_select(0, ids[0]).sum()
-    pooled = F.max_pool2d(image, 2)
-    loss = F.cross_entropy(x, ids[:, 0]) + rows.sum() + picked.sum() + (pooled * pooled).sum()
-    return torch.autograd.grad(loss, [x, table, image])
-
-
-def test_indices_are_spread_over_all_that_they_may_name():
-    nodes = traced(
-        indexing, torch.randn(5, 7), torch.randn(50, 4), torch.randint(0, 5, (5, 3)), torch.randn(1, 1, 8, 8)
-    )
-    seen = set()
-    for node in nodes:
-        bounds = alone._index_bounds(node)
-        if not bounds:
-            continue
-        seen.add(node.target.overloadpacket)  # type: ignore[union-attr]
-        args, kwargs = alone.synthetic_arguments(node, CPU.kind, alone.lively)
-        node.target(*args, **kwargs)  # type: ignore[operator]
-        fakes, reals = (alone.leaves(t) for t in (facts.fake_arguments(node), (args, kwargs)))
-        for fake, real in zip(fakes, reals, strict=True):
-            if isinstance(fake, torch.Tensor) and id(fake) in bounds:
-                assert 0 <= int(real.min()) <= int(real.max()) < bounds[id(fake)]
-                assert real.numel() < 10 or int(real.max()) > 0
-    assert seen >= {
-        *(aten.embedding, aten.embedding_dense_backward, aten.gather, aten.index, aten.index_put, aten.index_select),
-        *(aten.nll_loss_forward, aten.nll_loss_backward, aten.max_pool2d_with_indices_backward),
-    }
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool])
-def test_made_up_numbers_are_ordinary(dtype):
-    made = alone.lively(torch.empty(40, 40, dtype=dtype), "cpu", 1)
-    values = torch.view_as_real(made) if dtype.is_complex else made.float()
-    assert int(values.unique().numel()) > (1 if dtype == torch.bool else 8)
-    assert dtype == torch.bool or (float(values.min()) >= 0.49 and float(values.max()) <= 1.51)
-
-
-# --- register_cost ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -290,35 +223,3 @@ def test_bad_registrations_are_refused(arguments, text):
     op, fn, *unit = arguments
     with pytest.raises(ArgumentError, match=text):
         gcsolve.register_cost(op, fn, **({"unit": unit[0]} if unit else {}))
-
-
-@pytest.fixture
-def precisions() -> Iterator[Any]:
-    """torch's float32 settings, as they were before."""
-    backends: Any = torch.backends
-    matmul, convolution = backends.cuda.matmul, backends.cudnn.conv
-    before = matmul.fp32_precision, convolution.fp32_precision
-    yield backends
-    matmul.fp32_precision, convolution.fp32_precision = before
-
-
-def test_tf32_is_what_torch_lets_a_gpu_do(precisions):
-    (node,) = traced(torch.mm, torch.randn(3, 3), torch.randn(3, 3))
-    conv = the(traced(F.conv2d, torch.randn(1, 1, 4, 4), torch.randn(1, 1, 3, 3)), aten.convolution.default)
-    assert flops.op_info(node).dtype == "float32"
-    assert flops.op_info(conv).dtype == "tf32"  # torch's default for convolutions
-    one = OpCache.of(CPU).path
-    precisions.cuda.matmul.fp32_precision = "tf32"  # now torch.get_float32_matmul_precision() raises
-    precisions.cudnn.conv.fp32_precision = "ieee"  # and torch.backends.cudnn.allow_tf32
-    assert flops.op_info(node).dtype == "tf32"
-    assert flops.op_info(conv).dtype == "float32"
-    assert OpCache.of(CPU).path != one
-
-
-def test_tf32_by_torchs_older_setting(precisions):
-    (node,) = traced(torch.mm, torch.randn(3, 3), torch.randn(3, 3))
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert flops.op_info(node).dtype == "tf32"
-    finally:
-        torch.set_float32_matmul_precision("highest")
