@@ -821,15 +821,6 @@ ARCHITECTURES["lora_gpt2"] = _lora("gpt2", target_modules=["c_attn"], fan_in_fan
 ARCHITECTURES["lora_llama"] = _lora("llama", target_modules=["q_proj", "v_proj"])
 ARCHITECTURES["dora_llama"] = _lora("llama", target_modules=["q_proj", "v_proj"], use_dora=True)
 
-# What they are made of is in another entry too, or they are slow to trace: in the benchmark only.
-SIMILAR = frozenset({
-    "opt", "falcon", "gemma2", "phi", "gptj", "mpt", "phi3", "olmo2", "stablelm", "cohere", "qwen2_moe", "mamba2",
-    "rwkv", "distilbert", "albert", "electra", "deberta", "xlnet", "longformer", "bart", "pegasus", "hubert", "deit",
-    "dinov2", "siglip", "timm_ghostnet", "timm_xcit", "timm_poolformer", "timm_coatnet", "efficientnet_b0",
-    "inception_v3", "conditioned_unet", "gemma3", "gpt_oss", "qwen3_next", "bert_classifier", "esm", "videomae",
-    "autoencoder_kl", "dora_llama",
-})  # fmt: skip
-
 
 def architecture(name: str, batch: int = 2) -> Case:
     """The named architecture in training mode, from seed 0."""

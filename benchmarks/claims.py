@@ -173,7 +173,7 @@ def per_block() -> Iterator[Row]:
         verdict(abs(blocks.overhead - 0.2) <= 0.05),
         "a third of forward and backward at the most, as every op but the last block's is run again",
     )
-    same_memory = plan.at(budget=f"{blocks.peak_bytes}B", progress=False)
+    same_memory = plan.at(budget=f"{blocks.peak_bytes}B", solver="auto", progress=False)
     yield Row(
         "at the memory of a checkpoint a block nothing can be gained",
         f"solved plan: {same_memory.overhead:.1%} instead of {blocks.overhead:.1%} (no schedule below "
@@ -199,11 +199,11 @@ def whole_forward(plan: Any) -> float:
 
 def cheapest(plan: Any, overhead: float, above: int) -> int:
     """The least peak among solved plans that cost no more than `overhead`, by bisection."""
-    low, high = plan.minimum_budget(time_limit_s=10).bytes, above
+    low, high = plan.minimum_budget(time_limit_s=10).one_rerun_bytes, above
     for _ in range(6):
         middle = (low + high) // 2
         try:
-            found = plan.at(budget=f"{middle}B", time_limit_s=10, progress=False)
+            found = plan.at(budget=f"{middle}B", solver="auto", time_limit_s=10, progress=False)
             low, high = (low, found.peak_bytes) if found.overhead <= overhead else (middle, high)
         except gcsolve.InfeasibleBudget:
             low = middle

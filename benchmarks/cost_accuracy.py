@@ -125,10 +125,15 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 def budgets(base: gcsolve.Plan) -> Iterator[tuple[str, gcsolve.Plan]]:
     for fraction in FRACTIONS:
         try:
-            yield f"{fraction:.0%}", base.at(budget=fraction, time_limit_s=SOLVE_S, progress=False)
+            yield f"{fraction:.0%}", base.at(budget=fraction, solver="auto", time_limit_s=SOLVE_S, progress=False)
         except gcsolve.InfeasibleBudget:
             least = base.minimum_budget(time_limit_s=SOLVE_S)
-            yield "least+2%", base.at(budget=f"{int(1.02 * least.bytes)}B", time_limit_s=SOLVE_S, progress=False)
+            yield (
+                "least+2%",
+                base.at(
+                    budget=f"{int(1.02 * least.one_rerun_bytes)}B", solver="auto", time_limit_s=SOLVE_S, progress=False
+                ),
+            )
             return
 
 

@@ -34,10 +34,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gcsolve
-from gcsolve.plan import Plan
 from benchmarks import models
 from gcsolve.lowering.costed import LIBRARY_BUFFERS, storage_bytes
 from gcsolve.ops.peak_meter import PeakMeter
+from gcsolve.plan import Plan
 from gcsolve.report.tables import text_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -161,7 +161,7 @@ def run_model(name: str, case: Case, machine: Machine, repeats: int) -> dict[str
     refused: dict[str, str] = {}
     for fraction in FRACTIONS:
         try:
-            plans[f"{fraction:.0%}"] = base.at(budget=fraction, time_limit_s=SOLVE_S, progress=False)
+            plans[f"{fraction:.0%}"] = base.at(budget=fraction, solver="auto", time_limit_s=SOLVE_S, progress=False)
         except gcsolve.InfeasibleBudget as error:
             refused[f"{fraction:.0%}"] = str(error)
     for rival in RIVALS:

@@ -98,7 +98,7 @@ def run_budget(label: str, size: int, traced: Any) -> Row:
     """One budget: the plan, its measurement, and every other solver on the same problem."""
     row: Row = {"budget": label, "budget_bytes": size}
     try:
-        plan = traced.at(budget=f"{size}B", progress=False)
+        plan = traced.at(budget=f"{size}B", solver="auto", progress=False)
     except gcsolve.InfeasibleBudget as error:
         return {**row, "infeasible": str(error), "least_bytes": error.least_bytes}
     report = plan.verify(steps=3, repeats=0)
@@ -143,7 +143,7 @@ def sweep(traced: Any, example: Any, least: int) -> Iterator[Row]:
     top, bottom = traced.baseline_peak_bytes, int(1.02 * least)
     for k in range(SWEEP):
         size = top - (top - bottom) * k // (SWEEP - 1)
-        plan = traced.at(budget=f"{size}B", progress=False)
+        plan = traced.at(budget=f"{size}B", solver="auto", progress=False)
         yield {
             "budget_bytes": size,
             "predicted_bytes": plan.peak_bytes,

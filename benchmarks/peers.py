@@ -283,12 +283,12 @@ def run_subject(name: str, subject: Subject, repeats: int) -> Row:
         ours = f"gcsolve at {peer}"
         budget = min(row["peak_bytes"], traced.baseline_peak_bytes)
         try:
-            plan = traced.at(budget=f"{budget}B", progress=False)
+            plan = traced.at(budget=f"{budget}B", solver="auto", progress=False)
         except gcsolve.InfeasibleBudget as error:
             rows[ours] = {"failed": f"no plan: the least is {mb(error.least_bytes or 0)} MB"}
             continue
         arms[ours] = copy.deepcopy(plan.module)
-        least = counted.at(budget=f"{budget}B", progress=False, time_limit_s=20)
+        least = counted.at(budget=f"{budget}B", solver="auto", progress=False, time_limit_s=20)
         rows[ours] = measured(arms[ours], example) | {
             "predicted_bytes": plan.peak_bytes,
             "overhead": plan.overhead,
@@ -323,7 +323,7 @@ def frontier(traced: gcsolve.Plan) -> Iterator[Row]:
     for k in range(FRONTIER):
         budget = top - (top - least) * k // (FRONTIER - 1)
         with contextlib.suppress(gcsolve.InfeasibleBudget):
-            plan = traced.at(budget=f"{budget}B", progress=False, time_limit_s=20)
+            plan = traced.at(budget=f"{budget}B", solver="auto", progress=False, time_limit_s=20)
             yield {"peak_bytes": plan.peak_bytes, "extra_flops": plan.overhead_flops, "overhead": plan.overhead}
 
 

@@ -41,7 +41,7 @@ def run_architecture(name: str, batch: int, time_limit_s: float = 10.0) -> Row:
     except gcsolve.GcsolveError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     budget = chosen_budget(store_all, time_limit_s)
-    plan = store_all.at(budget=f"{budget}B", time_limit_s=time_limit_s, progress=False)
+    plan = store_all.at(budget=f"{budget}B", solver="auto", time_limit_s=time_limit_s, progress=False)
     report = plan.verify(steps=3, repeats=0)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
