@@ -86,7 +86,8 @@ def test_without_the_attention_core_it_stores_34_sbh() -> None:
 def run_again(length: int, copies: int, cost: str) -> tuple[gcsolve.Plan, list[gcsolve.graph.Node]]:
     """The plan of four layers with so many times 2·a·s²·b bytes too few, and the nodes that it runs again."""
     plan = stored(4, length, 1, cost=cost)
-    found = plan.at(budget=f"{plan.baseline_peak_bytes - copies * 2 * HEADS * length**2}B")
+    budget_bytes = plan.baseline_peak_bytes - copies * 2 * HEADS * length**2
+    found = plan.at(budget=f"{budget_bytes}B", solver="auto")
     graph = found.problem.graph
     return found, [n for n, runs in zip(graph.nodes, found.schedule.runs(graph), strict=True) if runs > 1]
 
