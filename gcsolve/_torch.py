@@ -134,7 +134,7 @@ def is_autocast_region(target: Any) -> bool:
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts to `dtype` of each tensor, by id, while it is active."""
+    """`of`: id of a tensor -> number of its casts to `dtype` while the mode is active."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -149,16 +149,16 @@ class Casts(TorchDispatchMode):
 
 
 class OpsSeen(TorchDispatchMode):
-    """The ops that run while it is active, with the ids of their operands; not questions to a tensor (its device)."""
+    """`calls`: the ops that run while it is active, with the ids of their operands; not questions to a tensor (its device)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Any, tuple[int, ...]]] = []
+        self.calls: list[tuple[Any, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if func.namespace != "prim":
-            self.found.append((func, tuple(map(id, operands))))
+            self.calls.append((func, tuple(map(id, operands))))
         return func(*args, **(kwargs or {}))
 
 

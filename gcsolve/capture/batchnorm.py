@@ -1,7 +1,7 @@
-"""BatchNorm with momentum=None: its factor is 1 / (batches so far), a number read from a buffer in every step.
+"""Cumulative BatchNorm (momentum=None), whose momentum is 1 / (number of batches so far), read from a buffer in every step.
 
-A trace has no number there. So the traced copy gets a made-up momentum of its own for each such layer, and the graph then
-computes the factor from the layer's counter wherever that momentum stands.
+A trace cannot have a number that is read from a buffer. So the copy that is traced has an invented momentum of its own for
+each such layer, and in the graph this number is replaced by an op that computes the momentum from the layer's counter.
 """
 
 from __future__ import annotations
@@ -15,42 +15,48 @@ from torch import fx, nn
 from gcsolve._torch import OpOverload
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_FIRST = 0.7310585786300049  # no momentum that anyone sets
+_FIRST_MOMENTUM = 0.7310585786300049  # which nobody sets
 _STEP = 2.0**-30
 
 
 def mark(model: nn.Module) -> dict[float, str]:
-    """Give every cumulative BatchNorm of a copy to trace a momentum of its own: momentum -> name of its counter."""
-    found: dict[float, str] = {}
+    """Give every cumulative BatchNorm of the copy a momentum of its own.
+
+    Returns:
+        each such momentum -> name of the buffer that counts the layer's batches.
+    """
+    counters: dict[float, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, _KINDS) and module.momentum is None and module.num_batches_tracked is not None:
-            module.momentum = _FIRST + len(found) * _STEP
-            found[module.momentum] = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
-    return found
+            module.momentum = _FIRST_MOMENTUM + len(counters) * _STEP
+            counters[module.momentum] = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
+    return counters
 
 
-def compute_factors(graph: fx.Graph, marked: Mapping[float, str], counters: Mapping[str, fx.Node]) -> None:
-    """Put 1 / (batches so far) where a marked momentum stands.
+def compute_momentum(graph: fx.Graph, counter_of: Mapping[float, str], buffers: Mapping[str, fx.Node]) -> None:
+    """Replace each momentum that `mark` has set by 1 / (number of batches so far).
 
     Args:
-        counters: name -> the placeholder that is the counter's value before the step.
+        counter_of: as `mark` returns it.
+        buffers: name of a buffer -> the placeholder that is its value before the step.
     """
-    so_far = {name: node for name, node in counters.items() if name in marked.values()}
+    batches_so_far = {name: node for name, node in buffers.items() if name in counter_of.values()}
     for node in list(graph.nodes):
-        for name, now in so_far.items():  # a layer that runs several times counts every time
-            if node.target is torch.ops.aten.add.Tensor and node.args[0] is now:
-                so_far[name] = node
-        marks = [arg for arg in node.args if isinstance(arg, float) and arg in marked]
-        if node.op == "call_function" and marks:
+        for name, count in batches_so_far.items():
+            if node.target is torch.ops.aten.add.Tensor and node.args[0] is count:
+                batches_so_far[name] = node  # each time that the layer runs in the step, it counts one more
+        invented = [arg for arg in node.args if isinstance(arg, float) and arg in counter_of]
+        if node.op == "call_function" and invented:
+            count = batches_so_far[counter_of[invented[0]]]
             with graph.inserting_before(node):
-                batches = _call(graph, torch.ops.aten._to_copy.default, so_far[marked[marks[0]]], dtype=torch.float64)
-                factor = _call(graph, torch.ops.aten.reciprocal.default, batches)
-            node.args = tuple(factor if arg == marks[0] else arg for arg in node.args)
+                batches = _call(graph, torch.ops.aten._to_copy.default, count, dtype=torch.float64)
+                momentum = _call(graph, torch.ops.aten.reciprocal.default, batches)
+            node.args = tuple(momentum if arg == invented[0] else arg for arg in node.args)
 
 
 def _call(graph: fx.Graph, op: OpOverload, source: fx.Node, **kwargs: Any) -> fx.Node:
-    made = graph.call_function(op, (source,), kwargs)
+    node = graph.call_function(op, (source,), kwargs)
     value = source.meta["val"]
     with value.fake_mode:
-        made.meta["val"] = op(value, **kwargs)
-    return made
+        node.meta["val"] = op(value, **kwargs)
+    return node

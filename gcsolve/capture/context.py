@@ -1,4 +1,4 @@
-"""What holds around a call and decides how it computes: autocast, and the default dtype."""
+"""Settings around a call that decide how it computes: autocast, and the default dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ KINDS = ("cpu", "cuda", "mps")
 
 @dataclass(frozen=True)
 class Context:
-    """`autocast`: (kind of device, whether it is on, dtype) for each of `KINDS`; `casts_once`: it casts a weight once."""
+    """`autocast`: (kind of device, whether it is on, dtype) for each of `KINDS`. `casts_once`: autocast keeps its cast of a
+    weight until the end of its block."""
 
     default_dtype: torch.dtype
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -21,7 +22,7 @@ class Context:
 
     @classmethod
     def here(cls) -> Context:
-        """That of the calling thread, now."""
+        """The context of the calling thread."""
         states = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in KINDS)
         return cls(torch.get_default_dtype(), states, torch.is_autocast_cache_enabled())
 
@@ -35,9 +36,9 @@ class Context:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """This context in the block, whatever is around it; casts of weights made in the block end with it."""
+        """This context in the block, whatever is around it. Autocast's casts of weights in the block end with it."""
         before = Context.here()
-        torch.autocast_increment_nesting()  # a block of the model's own then keeps the casts, as within a block
+        torch.autocast_increment_nesting()  # so that a block of the model's own, inside this one, does not end the casts
         torch.clear_autocast_cache()
         self._set()
         try:
@@ -52,5 +53,5 @@ class Context:
             torch.set_autocast_enabled(kind, on)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.casts_once)
-        if torch.get_default_dtype() != self.default_dtype:  # it is one for all threads
+        if torch.get_default_dtype() != self.default_dtype:  # set only where it differs: it is shared by all threads
             torch.set_default_dtype(self.default_dtype)

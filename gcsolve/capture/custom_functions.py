@@ -1,9 +1,9 @@
-"""What a model does to autograd by hand: its own `torch.autograd.Function`s, hooks set in forward, `.data`.
+"""What a model does to autograd by hand: `torch.autograd.Function`s of its own, hooks on tensors, `.data`.
 
-`torch.export` looks through a Function: it records the ops of its forward, and the derivative of those ops, not the
-backward that the author wrote, would be what is trained. So while the model is exported, a call of one is recorded as a
-single op; when forward and backward are then traced together, that op calls the Function itself. A hook would be lost in
-the same way, and is refused.
+`torch.export` looks through a Function: it records the ops of its forward, so that the derivative of these ops would be
+trained, and not the backward that its author wrote. So, while the model is exported, a call of a Function is recorded as a
+single op; when forward and backward are then traced together, this op calls the Function itself. A hook would be lost in the
+same way, and is refused.
 """
 
 from __future__ import annotations
@@ -24,108 +24,121 @@ from gcsolve.capture.patches import During, patched
 from gcsolve.errors import TraceError
 from gcsolve.util.source import running_line
 
-_TENSOR = object()  # the place of a tensor among other leaves
+# --- calls of Functions ----------------------------------------------------------------------------------------------
+
+_TENSOR = object()
+"""In place of each tensor among the leaves of a tree."""
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One call of a Function: the leaves of its arguments, tensors left open, and how they nest."""
+class _Tree:
+    """A tree without its tensors: its leaves, with `_TENSOR` for each tensor, and the pytree spec of their nesting."""
 
-    apply: Callable[..., Any]
     leaves: tuple[Any, ...]
     spec: Any
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self.apply(*_nested(self.leaves, self.spec, tensors))
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The tree with these tensors, in order."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 
 
-def _split(tree: Any) -> tuple[list[torch.Tensor], tuple[Any, ...], Any]:
-    """(tensors, leaves with tensors left open, how they nest)."""
+def _split(tree: Any) -> tuple[list[torch.Tensor], _Tree]:
+    """The tensors of a tree, and the tree without them."""
     leaves, spec = pytree.tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return tensors, tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), spec
+    return tensors, _Tree(tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), spec)
 
 
-def _nested(leaves: Sequence[Any], spec: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    rest = iter(tensors)
-    return pytree.tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+@dataclass(frozen=True)
+class _FunctionCall:
+    apply: Callable[..., Any]
+    arguments: _Tree
 
 
-class KeptFunctions:
-    """The Function calls of one trace, for the thread that traces; `recording()` around the export, the whole around both
-    stages.
+class FunctionCalls:
+    """The calls of Functions in one trace, by the thread that traces.
+
+    As a context manager it goes around both stages, the export and the joint trace: in it, the op `gcsolve::function` finds
+    the calls. `recording()` goes around the export alone.
     """
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
-        self.result: tuple[tuple[Any, ...], Any] = ((), None)
-        self.open = False  # a call is recorded; not those inside a Function
+        self._calls: list[_FunctionCall] = []
+        self._result: _Tree | None = None  # of the call that ran last
+        self._records = False  # off inside a Function: what it calls belongs to it
 
-    def __enter__(self) -> KeptFunctions:
-        self._outer = getattr(_of_thread, "kept", None)
-        _of_thread.kept = self
+    def __enter__(self) -> FunctionCalls:
+        self._outer = getattr(_thread, "calls", None)
+        _thread.calls = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _of_thread.kept = self._outer
+        _thread.calls = self._outer
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
+        """In this block, a call of a Function is recorded, and made through the op."""
         with patched(During.RECORDING, functions=self):
-            self.open = True
+            self._records = True
             try:
                 yield
             finally:
-                self.open = False
+                self._records = False
 
     def recording_apply(self, original: Any) -> Any:
-        """`Function.apply` as a class method that records calls while `open`."""
+        """What replaces `Function.apply`, a class method, in `recording()`."""
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             own = original.__get__(None, cls)
-            if not self.open or kwargs:
+            if not self._records or kwargs:
                 return own(*args, **kwargs)
-            return _unchecked(*args) if cls is CheckpointFunction else self.record(own, args)
+            return _checkpoint_body(*args) if cls is CheckpointFunction else self._recorded(own, args)
 
         return classmethod(apply)
 
-    def record(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call it through the op; what comes back nests as the Function's own result."""
-        tensors, leaves, spec = _split(args)
+    def _recorded(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        tensors, arguments = _split(args)
         if not tensors:
             return apply(*args)
-        self.calls.append(_Call(apply, leaves, spec))
-        made = torch.ops.gcsolve.function.default(tensors, len(self.calls) - 1)
-        return _nested(*self.result, made)
+        self._calls.append(_FunctionCall(apply, arguments))
+        results = torch.ops.gcsolve.function.default(tensors, len(self._calls) - 1)
+        assert self._result is not None
+        return self._result.filled(results)
 
-    def run(self, tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-        was_open, self.open = self.open, False
+    def run(self, tensors: list[torch.Tensor], index: int) -> list[torch.Tensor]:
+        """Make the call of that index with these tensors; the tensors of its result."""
+        call = self._calls[index]
+        before, self._records = self._records, False
         try:
-            made, *self.result = _split(self.calls[call](tensors))  # type: ignore[assignment]
+            results, self._result = _split(call.apply(*call.arguments.filled(tensors)))
         finally:
-            self.open = was_open
-        return made
+            self._records = before
+        return results
 
 
-def _unchecked(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
-    """What torch's reentrant checkpoint computes, without its recomputation (a plan has its own); as there, no gradient
-    flows when none of the arguments needs one, and an argument's gradients are summed before they leave."""
+def _checkpoint_body(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+    """What torch's reentrant checkpoint computes, without its recomputation, which a plan decides itself.
+
+    As in the checkpoint, no gradient flows if none of the arguments needs one, and the gradients of an argument are summed
+    before they leave it.
+    """
     differentiable = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         return function(*(a.view_as(a) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in args))
 
 
-_of_thread = threading.local()
+_thread = threading.local()
 
 _library = torch.library.Library("gcsolve", "DEF")
 _library.define("function(Tensor[] tensors, int call) -> Tensor[]")
 
 
 def _function(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    return _of_thread.kept.run(tensors, call)
+    return _thread.calls.run(tensors, call)
 
 
-# At the Autograd key, so that the Function is applied where autograd sees it; the other for inference tensors.
+# At the key Autograd, where autograd sees the call of the Function; at the other one for inference tensors.
 _library.impl("function", _function, "Autograd")
 _library.impl("function", _function, "CompositeExplicitAutograd")
 
@@ -135,8 +148,8 @@ _library.impl("function", _function, "CompositeExplicitAutograd")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
-class ByHand(TorchFunctionMode):
-    """While active, hooks on tensors are refused, and `.data` is read as a detached tensor, which nobody may change.
+class BypassesRefused(TorchFunctionMode):
+    """While active, hooks on tensors are refused. `.data` is read as a detached tensor; a change through it is refused.
 
     Raises:
         TraceError: naming what is done, and the user's line.
@@ -144,14 +157,14 @@ class ByHand(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.data = WeakTensorKeyDictionary()  # the .data of what needs a gradient, and views of it
+        self._data = WeakTensorKeyDictionary()  # the keys: `.data` of tensors that need a gradient, and views of it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _get_data:
-            made = args[0].detach()
+            data = args[0].detach()
             if args[0].requires_grad:
-                self.data[made] = True
-            return made
+                self._data[data] = True
+            return data
         name, first = getattr(func, "__name__", ""), first_argument(args, kwargs)
         if func == _set_data or (writes_in_place(name) and self._is_data(first)):
             raise TraceError(
@@ -165,15 +178,15 @@ class ByHand(TorchFunctionMode):
             )
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and self._is_data(first) and storage_key(result) == storage_key(first):
-            self.data[result] = True
+            self._data[result] = True
         return result
 
     def _is_data(self, tensor: Any) -> bool:
-        return isinstance(tensor, torch.Tensor) and tensor in self.data
+        return isinstance(tensor, torch.Tensor) and tensor in self._data
 
 
-_data: Any = torch.Tensor.data
-_get_data, _set_data = _data.__get__, _data.__set__
+_property: Any = torch.Tensor.data
+_get_data, _set_data = _property.__get__, _property.__set__
 
 
 def writes_in_place(name: str) -> bool:
@@ -184,7 +197,8 @@ def writes_in_place(name: str) -> bool:
 
 
 def first_argument(args: Any, kwargs: Any) -> Any:
-    """The argument that a torch function which writes in place changes, wherever it stands in the call; None: it has none."""
+    """The argument that a torch function changes if it writes in place: the first one, by position or by name; None: the call
+    has none."""
     if args:
         return args[0]
     return next((kwargs[name] for name in ("input", "self", "tensor") if name in (kwargs or {})), None)

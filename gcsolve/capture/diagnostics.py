@@ -1,4 +1,4 @@
-"""What torch raises while a model is traced, in words that say what, where in the user's code, and what to do."""
+"""Errors of torch while a model is traced, reworded: what is the matter, where in the user's code, and what to do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LOSS = "the loss"
 
 
 def subject_text(model: nn.Module, loss: Any, *, in_loss: bool) -> str:
-    """What is running, as a user knows it."""
+    """The model or the loss, whichever is running, by the name that a user knows."""
     return f"{LOSS} {code_name(loss)}" if in_loss else type(model).__name__
 
 
 def call_text(model: nn.Module, tensors: list[torch.Tensor], template: Template) -> str:
-    """The call as the user would write it, shapes for tensors: MLP(float32[8, 32], flip=True)."""
+    """The call as a user would write it, with shapes for tensors: MLP(float32[8, 32], flip=True)."""
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
     args, kwargs = unflatten(template, [_Shown(text) for text in shown])
     parts = [*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())]
@@ -34,7 +34,7 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-# What models use that is not traced: (what the error then holds, name, what to do).
+# What is not traced: (a part of the error's text or type, name for users, what to do).
 _CANNOT = (
     (
         "TorchScript interpreter",
@@ -55,7 +55,7 @@ _CANNOT = (
 )
 
 
-# Functions of torch that look at the values of their arguments: (name, what they look at, what to do).
+# Functions of torch that look at the values of their arguments: name -> (what they look for, what to do).
 _LOOK = {
     "_detect_is_causal_mask": (
         "whether a mask is causal",
@@ -68,9 +68,9 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
     """The error for the user.
 
     Args:
-        subject: what was run: the model, or the loss.
-        call: how.
-        value_line: the user's line that first made a number or a shape of a tensor's values.
+        subject: what was running, as `subject_text` gives it.
+        call: as `call_text` gives it.
+        value_line: as in `CallRecorder`.
     """
     line = user_line(error)
     at = f" at {line}" if line else ""
@@ -105,10 +105,10 @@ def worded(error: Exception, subject: str, call: str, value_line: str) -> TraceE
             f"does): the two ways would need two plans. Replace the branch by torch.where, {outside}or plan the submodules "
             "around it: model.part = gcsolve.solve(model.part, ...).module"
         )
-    for found, what, text in _CANNOT:
-        if found in str(error) or found in name:
+    for part, what, instead in _CANNOT:
+        if part in str(error) or part in name:
             return TraceError(
-                f"{subject} uses {what}{at}, which is not traced. {text}, or plan the submodules around it: "
+                f"{subject} uses {what}{at}, which is not traced. {instead}, or plan the submodules around it: "
                 "model.part = gcsolve.solve(model.part, ...).module"
             )
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".").replace("FakeTensor", "Tensor")

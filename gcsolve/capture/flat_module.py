@@ -13,7 +13,7 @@ from torch import nn
 from gcsolve._torch import weights_cast
 from gcsolve.capture.call_recorder import Call, CallRecorder
 from gcsolve.capture.constants import KnownValues
-from gcsolve.capture.custom_functions import ByHand
+from gcsolve.capture.custom_functions import BypassesRefused
 from gcsolve.capture.hooks import Hooks, NewHook
 from gcsolve.capture.module_state import Attributes, Setting, attributes_of, set_attribute
 from gcsolve.capture.patches import During, patched
@@ -143,7 +143,7 @@ class FlatModule(nn.Module):
             stack.enter_context(weights_cast(once=call.casts_once))
             known = stack.enter_context(KnownValues())
             stack.enter_context(patched(During.FORWARD, known=known, kernels=call.kernels))
-            stack.enter_context(ByHand())
+            stack.enter_context(BypassesRefused())
             if call.kernels is not None:
                 stack.enter_context(call.kernels)
             recorder = stack.enter_context(CallRecorder(self.runs.expected, self.model))

@@ -1,8 +1,8 @@
 """Hooks of a model's submodules.
 
 What a forward hook computes from its module's tensors is part of forward, and is traced with it. What it changes elsewhere
-(a counter, a list of outputs) would happen once, while planning, and never again: what it can reach is compared around a run
-on fakes, put back, and refused by name.
+(a counter, a list of outputs) would be changed while planning, and by no planned step. So everything that a hook can reach
+is compared before and after a run on fakes; a change is undone, and refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from gcsolve.util.source import code_name, is_user_file
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Hooks that a planned step would not run: those of every module there is, and backward hooks of submodules."""
+    """Refuse hooks that a planned step would not run.
+
+    Raises:
+        TraceError: a hook is registered for all modules, or a submodule has a backward hook, or the model itself has a hook
+            that makes its weight (spectral_norm).
+    """
     if global_module_hooks():
         raise TraceError(
             "hooks for all modules are registered (torch.nn.modules.module.register_module_*_hook), which would not run in "
@@ -40,7 +45,7 @@ def refuse_hooks(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         kinds = {"backward hook": module._backward_hooks, "backward pre-hook": module._backward_pre_hooks}
-        for kind, hook in () if module is model else _own_hooks(kinds):
+        for kind, hook in () if module is model else _users_hooks(kinds):
             raise TraceError(
                 f"submodule {name} ({type(module).__name__}) has the {kind} {code_name(hook)}, which a planned step would not "
                 "call. Remove it, put it on the model itself or on a parameter, make what it computes part of forward, or "
@@ -49,57 +54,60 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def forward_hooks(model: nn.Module) -> list[tuple[str, str, Any]]:
-    """(submodule, kind, hook) of those that are traced as part of forward; the model's own run around every planned one."""
+    """(submodule, kind, hook) of the user's forward hooks of submodules, which are traced as part of forward. Those of the
+    model itself are not: they run around every planned step."""
     return [
         (name, kind, hook)
         for name, module in model.named_modules()
         if module is not model and (module._forward_hooks or module._forward_pre_hooks)
-        for kind, hook in _own_hooks(
+        for kind, hook in _users_hooks(
             {"forward hook": module._forward_hooks, "forward pre-hook": module._forward_pre_hooks}
         )
     ]
 
 
-def _own_hooks(kinds: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The user's: torch's own make a weight from others in forward."""
-    found = [(kind, hook) for kind, hooks in kinds.items() for hook in hooks.values()]
-    return [
-        (kind, hook) for kind, hook in found if not getattr(type(hook), "__module__", "").startswith("torch.nn.utils")
-    ]
+def _users_hooks(kinds: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(kind, hook), without the hooks of torch.nn.utils, which make a weight from others in forward.
+
+    Args:
+        kinds: kind -> torch's table of hooks of that kind.
+    """
+    hooks = [(kind, hook) for kind, table in kinds.items() for hook in table.values()]
+    return [(kind, hook) for kind, hook in hooks if not type(hook).__module__.startswith("torch.nn.utils")]
 
 
 def hooks_token(model: nn.Module) -> Any:
-    """Equal for two moments between which no submodule's forward hook, and nothing that it can reach, has changed."""
-    own = {id(module) for module in model.modules()}
-    return tuple((name, kind, _token(hook, own)) for name, kind, hook in forward_hooks(model))
+    """Equal at two moments if no forward hook of a submodule, and nothing that such a hook can reach, changed in between."""
+    modules = {id(module) for module in model.modules()}
+    return tuple((name, kind, _token(hook, modules)) for name, kind, hook in forward_hooks(model))
 
 
 class HooksRefused:
-    """A forward hook of a submodule that changes something in this block, other than its module, is an error afterwards.
+    """A block in which no forward hook of a submodule may change anything but the model's modules.
 
     Raises:
-        TraceError: naming the hook and what it changes, which is put back.
+        TraceError: at the end, naming the hook and what it changed, which has its earlier value again.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __enter__(self) -> None:
-        own = {id(module) for module in self.model.modules()}  # what is set on these is followed
+        modules = {id(module) for module in self.model.modules()}  # what is set on these is compared elsewhere
         self.before = [
-            (name, kind, hook, [(place, _Content(place.value, set(own))) for place in _reach(hook)])
+            (name, kind, hook, [(v, _Content(v.value, set(modules))) for v in _reachable(hook)])
             for name, kind, hook in forward_hooks(self.model)
         ]
 
     def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
         refused = ""
-        for name, kind, hook, places in self.before:
-            for place, content in places:
-                if place.now() is place.value and not content.changed():
+        for name, kind, hook, variables in self.before:
+            for variable, content in variables:
+                if variable.now() is variable.value and not content.changed():
                     continue
-                content.put_back()
-                place.put_back()
-                refused = refused or f"the {kind} {code_name(hook)} of submodule {name} changes {place.name}"
+                content.restore()
+                variable.restore()
+                refused = refused or f"the {kind} {code_name(hook)} of submodule {name} changes {variable.name}"
         if refused and error is None:
             raise TraceError(
                 f"{refused}, and a planned step would not: it has what a hook computes from its module's tensors, not what it "
@@ -113,9 +121,9 @@ class HooksRefused:
 
 @dataclass(frozen=True)
 class NewHook:
-    """A forward hook that the first call registers on submodule `name`, as `Setting` is a plain value that it sets.
+    """A forward hook that the first call registers on submodule `name` (as a `Setting` is a plain value that it sets).
 
-    `kind`: "hook" or "pre_hook"; `key`: that of its handle; `flags`: which of torch's tables of special hooks it is in.
+    `kind`: "hook" or "pre_hook". `key`: id of its handle. `flags`: torch's tables of special hooks that have it.
     """
 
     name: str
@@ -125,7 +133,7 @@ class NewHook:
     flags: tuple[str, ...]
 
     def apply(self, model: nn.Module, *, back: bool = False) -> None:
-        """Register it where no hook does the same; `back`: remove it."""
+        """Register it, unless a hook that does the same is there; `back`: remove it."""
         module = model.get_submodule(self.name)
         hooks = vars(module)[f"_forward_{self.kind}s"]
         tables = [hooks, *(vars(module)[flag] for flag in self.flags)]
@@ -142,20 +150,20 @@ class NewHook:
 
 
 class Hooks:
-    """The hooks of a model's modules at one moment, and what forward has registered since."""
+    """The hooks of a model's modules as they are now; `registered()` compares them with those at a later moment."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.before = self._now()
 
     def registered(self) -> tuple[NewHook, ...]:
-        """The forward hooks that are new, in order.
+        """The forward hooks that were registered since, in order.
 
         Raises:
-            TraceError: hooks were removed, are of another kind, or hold on to tensors or modules of the model that is
-                traced, which is not the user's.
+            TraceError: a hook was removed; or a new one is not a forward hook, or can reach a tensor or a module: it would be
+                one of the copy that is traced, not of the user's model.
         """
-        found = []
+        new: list[NewHook] = []
         now = self._now()
         for (name, table, key), hook in (now.items() - self.before.items()) | (self.before.items() - now.items()):
             kind = table.removeprefix("_forward_").removesuffix("s")
@@ -164,13 +172,14 @@ class Hooks:
                 if table in _FLAGS
                 else ()
             )
-            made = NewHook(name, kind, key, hook, flags)
-            if (name, table, key) not in now or table not in _FLAGS or _holds_state(hook):
-                raise changed_attribute(made)
-            found.append(made)
-        return tuple(sorted(found, key=lambda made: made.key))
+            new_hook = NewHook(name, kind, key, hook, flags)
+            if (name, table, key) not in now or table not in _FLAGS or _reaches_state(hook):
+                raise changed_attribute(new_hook)
+            new.append(new_hook)
+        return tuple(sorted(new, key=lambda hook: hook.key))
 
     def _now(self) -> dict[tuple[str, str, int], Any]:
+        """(submodule, torch's table, id of the handle) -> hook."""
         return {
             (name, table, key): hook
             for name, module in self.model.named_modules()
@@ -185,17 +194,16 @@ _FLAGS = {
 }
 
 
-def _holds_state(hook: Any) -> bool:
-    """Whether a module or a tensor is among what a hook can reach."""
-    stack, seen = [place.value for place in _reach(hook)], set()
+def _reaches_state(hook: Any) -> bool:
+    """Whether a hook can reach a module or a tensor."""
+    stack, seen = [variable.value for variable in _reachable(hook)], set()
     while stack:
         value = stack.pop()
         if isinstance(value, (nn.Module, torch.Tensor)):
             return True
-        held = None if id(value) in seen else _contents(value)
+        contents = None if id(value) in seen else _contents(value)
         seen.add(id(value))
-        if not isinstance(held, (NoneType, numpy.ndarray)):
-            stack += held.values() if isinstance(held, dict) else held
+        stack += _items(contents)
     return False
 
 
@@ -203,41 +211,52 @@ def _holds_state(hook: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A variable that a hook may change: `name` for users, `value` at that moment; `now()`, `set(value)`."""
+class _Variable:
+    """A variable that a hook may change. `name`: as users know it. `value`: at the moment when this was made.
+
+    `now()`: its value. `set(value)`: give it another one.
+    """
 
     name: str
     value: Any
     now: Callable[[], Any]
     set: Callable[[Any], None]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.now() is not self.value:
             self.set(self.value)
 
 
-def _token(hook: Any, own: set[int]) -> Any:
-    """Equal for two moments at which it does the same."""
-    return (code_name(hook), tuple((place.name, _summary(place.value, set(own))) for place in _reach(hook)))
+def _token(hook: Any, seen: set[int]) -> Any:
+    """Equal at two moments at which the hook does the same.
+
+    Args:
+        seen: ids of objects that are not looked into.
+    """
+    return (
+        code_name(hook),
+        tuple((variable.name, _summary(variable.value, set(seen))) for variable in _reachable(hook)),
+    )
 
 
 def _summary(value: Any, seen: set[int]) -> Any:
+    """Equal at two moments at which the value has the same content."""
     if isinstance(value, (torch.Tensor, *PLAIN)):
         return token(value, identity, set())
     if isinstance(value, CODE):
         return id(value)
-    held = None if id(value) in seen else _contents(value)
+    contents = None if id(value) in seen else _contents(value)
     seen.add(id(value))
-    if isinstance(held, numpy.ndarray):
-        return token(held, identity, set())
-    items = list(held.items()) if isinstance(held, dict) else list(enumerate(held or ()))
+    if isinstance(contents, numpy.ndarray):
+        return token(contents, identity, set())
+    items = list(contents.items()) if isinstance(contents, dict) else list(enumerate(contents or ()))
     return (type(value), tuple((str(key), _summary(item, seen)) for key, item in items))
 
 
-def _reach(hook: Any) -> list[_Place]:
-    """Variables of its closure and globals that its code names, through the user's functions that it calls; the object that
-    it is a method of."""
-    found: list[_Place] = []
+def _reachable(hook: Any) -> list[_Variable]:
+    """The variables that a hook can reach: those of its closure, globals that its code names, its default and bound arguments,
+    and the object that it is a method of; and the same of the user's functions among them."""
+    variables: list[_Variable] = []
     seen: set[int] = set()
     stack: list[Any] = [hook]
     while stack:
@@ -247,87 +266,87 @@ def _reach(hook: Any) -> list[_Place]:
         seen.add(id(code))
         if isinstance(code, partial):
             stack += [code.func]
-            found += [_fixed("a bound argument", value) for value in (*code.args, *code.keywords.values())]
+            variables += [_constant("a bound argument", value) for value in (*code.args, *code.keywords.values())]
         elif isinstance(code, MethodType):
             stack.append(code.__func__)
-            found.append(_fixed(f"its {type(code.__self__).__name__}", code.__self__))
+            variables.append(_constant(f"its {type(code.__self__).__name__}", code.__self__))
         elif isinstance(code, FunctionType):
-            for place in _variables(code):
-                if isinstance(place.value, (FunctionType, MethodType, partial)):
-                    stack.append(place.value)
+            for variable in _variables(code):
+                if isinstance(variable.value, (FunctionType, MethodType, partial)):
+                    stack.append(variable.value)
                 else:
-                    found.append(place)
+                    variables.append(variable)
         elif not isinstance(code, CODE):
             stack.append(type(code).__call__)
-            found.append(_fixed(f"its {type(code).__name__}", code))
-    return found
+            variables.append(_constant(f"its {type(code).__name__}", code))
+    return variables
 
 
-def _fixed(name: str, value: Any) -> _Place:
-    return _Place(name, value, lambda: value, lambda _: None)
+def _constant(name: str, value: Any) -> _Variable:
+    """A value that the hook cannot replace by another; it may change what is in it."""
+    return _Variable(name, value, lambda: value, lambda _: None)
 
 
-def _variables(function: FunctionType) -> Iterator[_Place]:
+def _variables(function: FunctionType) -> Iterator[_Variable]:
+    """Those of a function of the user's."""
     if not is_user_file(function.__code__.co_filename):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield _Place(name, _cell(cell), partial(_cell, cell), partial(setattr, cell, "cell_contents"))
-    held = function.__globals__
+        yield _Variable(name, _cell_value(cell), partial(_cell_value, cell), partial(setattr, cell, "cell_contents"))
+    module = function.__globals__
     for name in function.__code__.co_names:
-        if name in held and not isinstance(held[name], (type, type(torch))):
-            yield _Place(name, held[name], partial(held.get, name), partial(held.__setitem__, name))
+        if name in module and not isinstance(module[name], (type, type(torch))):
+            yield _Variable(name, module[name], partial(module.get, name), partial(module.__setitem__, name))
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield _fixed("a default argument", value)
+        yield _constant("a default argument", value)
 
 
-def _cell(cell: CellType) -> Any:
+def _cell_value(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not set yet
+    except ValueError:  # not assigned yet
         return None
 
 
 class _Content:
-    """What a value holds at this moment, all the way down.
+    """The content of a value at this moment, with the content of all that is in it.
 
     Args:
-        seen: ids of what is left out.
+        seen: ids of objects that are not looked into.
     """
 
     def __init__(self, value: Any, seen: set[int]) -> None:
         self.value = value
-        self.held = None if id(value) in seen else _contents(value)
+        self.contents = None if id(value) in seen else _contents(value)
         seen.add(id(value))
-        inside = self.held.values() if isinstance(self.held, dict) else self.held
-        self.inner = [
-            _Content(item, seen) for item in ([] if isinstance(inside, (NoneType, numpy.ndarray)) else inside)
-        ]
+        self.inner = [_Content(item, seen) for item in _items(self.contents)]
 
     def changed(self) -> bool:
-        now = None if self.held is None else _contents(self.value)
-        return not _same(now, self.held) or any(content.changed() for content in self.inner)
+        now = None if self.contents is None else _contents(self.value)
+        return not _same(now, self.contents) or any(content.changed() for content in self.inner)
 
-    def put_back(self) -> None:
-        value, held = self.value, self.held
-        if held is not None and self.changed():
+    def restore(self) -> None:
+        value, contents = self.value, self.contents
+        if contents is not None and self.changed():
             if isinstance(value, numpy.ndarray):
-                value[...] = held
+                value[...] = contents
             elif isinstance(value, (set, MutableMapping)):
                 value.clear()
-                value.update(held)
+                value.update(contents)
             elif isinstance(value, (list, deque)):
                 value.clear()
-                value.extend(held)
-            elif isinstance(held, dict):
-                for name in _contents(value).keys() - held.keys():
+                value.extend(contents)
+            elif isinstance(contents, dict):
+                for name in _contents(value).keys() - contents.keys():
                     del vars(value)[name]
-                vars(value).update(held)
+                vars(value).update(contents)
         for content in self.inner:
-            content.put_back()
+            content.restore()
 
 
 def _contents(value: Any) -> Any:
-    """Its items or attributes, copied; None for what has none, or none that we may look into."""
+    """A copy of a value's items (a list, or a dict if they have keys) or attributes (a dict), or of a numpy array. None for a
+    value that has none, or that is not looked into."""
     if isinstance(value, (torch.Tensor, torch.Generator, *PLAIN, *CODE)):
         return None
     if isinstance(value, numpy.ndarray):
@@ -341,13 +360,21 @@ def _contents(value: Any) -> Any:
     return dict(vars(value)) if _is_users(value) else None
 
 
+def _items(contents: Any) -> list[Any]:
+    """The values in what `_contents` returns."""
+    if isinstance(contents, (NoneType, numpy.ndarray)):
+        return []
+    return list(contents.values() if isinstance(contents, dict) else contents)
+
+
 def _is_users(value: Any) -> bool:
-    """Whether a value is a plain object of the user's own class."""
-    where = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    return hasattr(value, "__dict__") and where is not None and is_user_file(where)
+    """Whether a value is an object with attributes, of a class of the user's own."""
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    return hasattr(value, "__dict__") and file is not None and is_user_file(file)
 
 
 def _same(a: Any, b: Any) -> bool:
+    """Whether two results of `_contents` have the same items."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same_item(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):

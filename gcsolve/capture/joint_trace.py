@@ -26,7 +26,7 @@ from gcsolve._torch import (
     view_like,
 )
 from gcsolve.capture.autocast import share_casts
-from gcsolve.capture.custom_functions import KeptFunctions
+from gcsolve.capture.custom_functions import FunctionCalls
 from gcsolve.capture.descriptors import as_joint
 from gcsolve.capture.generators import StandIns
 from gcsolve.capture.joint import GeneratorInput, Joint
@@ -91,7 +91,7 @@ def capture_joint(
         backward = "same_as_forward" if autocast_backward else "off"
         kernels = substitutes(When.DISPATCHED) if on_cpu else None
         around.enter_context(patched(During.CAPTURE, backward_autocast=backward, kernels_of_cpu=kernels))
-        functions = around.enter_context(KeptFunctions())
+        functions = around.enter_context(FunctionCalls())
         casts: dict[int, torch.dtype] = {}
         if exported:
             with functions.recording():

@@ -240,7 +240,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         lambda: None if sys.stderr is None else sys,
         "stderr",
-        lambda place, prints: prints.stream(place.original, prints.aside),
+        lambda place, prints: prints.stream(place.original, prints.others),
         During.MODEL_CODE,
         "The same; and torch prints half-made graphs when a trace fails, where the error says it in one line.",
         needs="prints",

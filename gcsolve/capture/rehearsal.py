@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gcsolve.capture.custom_functions import KeptFunctions
+from gcsolve.capture.custom_functions import FunctionCalls
 from gcsolve.capture.fake_mode import TrueFakes, forget_fakes
 from gcsolve.capture.flat_module import FlatModule, ForwardRun
 from gcsolve.capture.generators import draws_of_others_wait, draws_on_the_host, host_states, set_host_states
@@ -96,7 +96,7 @@ def _outputs(flat: FlatModule, mode: TrueFakes, inputs: Sequence[torch.Tensor]) 
         stack.enter_context(HooksRefused(flat.model))
         stack.enter_context(mode)
         stack.enter_context(mode.dtypes_checked())
-        stack.enter_context(stack.enter_context(KeptFunctions()).recording())
+        stack.enter_context(stack.enter_context(FunctionCalls()).recording())
         outputs = flat(*(fake_tensor(mode, t) for t in inputs))
     forget_fakes()
     return outputs

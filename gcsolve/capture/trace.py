@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from gcsolve.capture import batchnorm
 from gcsolve.capture.autocast import is_weight
-from gcsolve.capture.console import heard
+from gcsolve.capture.console import watched_prints
 from gcsolve.capture.context import Context
 from gcsolve.capture.diagnostics import call_text, subject_text, worded
 from gcsolve.capture.fake_mode import TrueFakes, forget_fakes
@@ -147,9 +147,9 @@ def trace(
             casts_once=context.casts_once,
         )
         flat = FlatModule(copy, traced_call)
-        with heard(is_user_file, shown_path) as prints, _errors_worded(flat, model, call):
+        with watched_prints(is_user_file, shown_path) as prints, _errors_worded(flat, model, call):
             rehearsal = rehearse(flat, mode, call.inputs)
-            prints.hush()
+            prints.mute()
             joint = _captured(flat, mode, call, rehearsal.last, autocast_backward)
         run = flat.runs.latest
         assert run is not None
@@ -291,8 +291,8 @@ def _compute_momentum(joint: Joint, cumulative: Mapping[float, str]) -> None:
     """Let the graph compute the momentum of each cumulative BatchNorm."""
     graph = joint.graph_module.graph
     inputs = zip(graph.find_nodes(op="placeholder"), joint.inputs, strict=False)
-    counters = {source.name: node for node, source in inputs if isinstance(source, BufferInput)}
-    batchnorm.compute_factors(graph, cumulative, counters)
+    buffers = {source.name: node for node, source in inputs if isinstance(source, BufferInput)}
+    batchnorm.compute_momentum(graph, cumulative, buffers)
 
 
 def _trace_of(

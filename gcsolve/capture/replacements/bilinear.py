@@ -1,8 +1,8 @@
-"""Kernels that autocast reaches inside: their own matmuls are cast, though the op itself is on none of its lists.
+"""Bilinear maps, in whose kernel autocast casts, though the op is on none of its lists.
 
-A plan runs without autocast, as its casts are ops of the graph already. So such a kernel is traced as an op of ours, which
-runs it under the autocast that was around it. On the CPU of torch 2.14 it is the one of nn.Bilinear (and of linalg.polar,
-which is refused): so a sweep over torch's own samples of its ops has shown.
+A plan runs without autocast, since its casts are ops of the graph. So the kernel is traced as an op of our own, which runs
+it under the autocast that was around it. Of all ops in torch's own samples of its ops, only this one and linalg.polar (which
+is refused) have such a kernel on the CPU (torch 2.14).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _library.define(
 
 
 def _run(*operands: Any) -> Tensor:
-    *given, dtype = operands
+    *arguments, dtype = operands
     with torch.autocast("cpu", dtype, cache_enabled=False):
-        return aten._trilinear.default(*given)
+        return aten._trilinear.default(*arguments)
 
 
 _library.impl("trilinear", _run, "CompositeExplicitAutograd")
@@ -39,7 +39,7 @@ def _trilinear(*operands: Any) -> Tensor:
 
 
 class _Trilinear(torch.autograd.Function):
-    """The kernel under the autocast that is around it, and its gradients under what is around backward."""
+    """The kernel under the autocast that is around forward; its gradients under the one around backward."""
 
     @staticmethod
     def forward(ctx: Any, i1: Tensor, i2: Tensor, i3: Tensor, *dims: Any) -> Tensor:
@@ -51,17 +51,17 @@ class _Trilinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,), operands = gradients, list(ctx.saved_tensors)
         *expand, sumdim = ctx.dims
-        made: list[Tensor | None] = [None, None, None]
-        for at in range(3):
-            if ctx.needs_input_grad[at]:
-                swapped = [*operands[:at], gradient, *operands[at + 1 :]]
-                dims = [*expand[:at], sumdim, *expand[at + 1 :], expand[at]]
-                made[at] = _trilinear(*swapped, *dims)
-        return (*made, None, None, None, None)
+        of_operands: list[Tensor | None] = [None, None, None]
+        for i in range(3):
+            if ctx.needs_input_grad[i]:
+                swapped = [*operands[:i], gradient, *operands[i + 1 :]]
+                dims = [*expand[:i], sumdim, *expand[i + 1 :], expand[i]]
+                of_operands[i] = _trilinear(*swapped, *dims)
+        return (*of_operands, None, None, None, None)
 
 
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch composes it."""
+    """`F.bilinear` as torch composes it."""
     flat = [t.reshape(-1, t.shape[-1]) for t in (input1, input2)]
     dims: Any = ([1, 3], [0], [1, 2], [2, 3])
     run: Callable[..., Any] = aten._trilinear.default if input1.device.type != "cpu" else _Trilinear.apply

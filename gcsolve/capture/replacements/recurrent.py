@@ -1,7 +1,8 @@
-"""GRUs as the CPU computes them, in ops that a plan can hold apart.
+"""GRUs as the CPU computes them, as separate ops, which a plan can keep or recompute one by one.
 
-The CPU's kernel changes gates in place, in rows of a wider tensor; traced, they would lie densely, and a vectorized sigmoid
-rounds the last few of a row otherwise than the last few of all. So here the gates are read where they lie in eager.
+The CPU's kernel changes gates in place, in rows of a wider tensor. Traced, they would lie densely; but a vectorized sigmoid
+rounds the last few numbers of a row in another way, so that other numbers would be rounded so. Here the gates are read where
+they lie in eager.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from torch.nn import functional as F
 
 
 def _cell(of_input: Tensor, of_state: Tensor, state: Tensor) -> Tensor:
-    """The next state, from the two linear maps' results: reset, update and new gate side by side."""
+    """The next state.
+
+    Args:
+        of_input, of_state: linear maps of the input and of `state`: reset, update and new gate side by side.
+    """
     width = state.shape[-1]
     (input_gates, input_new), (state_gates, state_new) = (t.split([2 * width, width], -1) for t in (of_input, of_state))
     reset, update = (gate.sigmoid() for gate in (state_gates + input_gates).chunk(2, -1))
@@ -52,13 +57,13 @@ def gru(
         for backwards in (False, True) if bidirectional else (False,):
             w_ih, w_hh = next(rest), next(rest)
             b_ih, b_hh = (next(rest), next(rest)) if has_biases else (None, None)
-            state, made = next(states), []
+            state, outputs = next(states), []
             steps = F.linear(sequence, w_ih, b_ih).unbind(0)
             for step in reversed(steps) if backwards else steps:
                 state = _cell(step, F.linear(state, w_hh, b_hh), state)
-                made.append(state)
+                outputs.append(state)
             ends.append(state)
-            directions.append(torch.stack(made[::-1] if backwards else made))
+            directions.append(torch.stack(outputs[::-1] if backwards else outputs))
         sequence = torch.cat(directions, -1) if bidirectional else directions[0]
         if train and dropout and layer + 1 < num_layers:
             sequence = torch.dropout(sequence, dropout, True)

@@ -1,7 +1,7 @@
-"""Functions of torch that look at their arguments' values only to raise an error, in ops that a trace can follow.
+"""Functions of torch that look at the values of their arguments only to raise an error, without that look.
 
-A planned step does not look: where eager raises (a window whose overlaps leave a gap, a negative variance), it gives inf or
-nan. The ops are those that torch composes the functions of, in the same order, so results are the same numbers.
+They are composed of the same ops as in torch, in the same order, so that their results are the same numbers. Where eager
+raises (a window whose overlaps leave a gap, a negative variance), a planned step gives inf or nan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """The frames' inverse transforms, windowed, added where they overlap and divided by the windows' summed squares."""
+    """`torch.istft`: the inverse transforms of the frames, times the window, summed where they overlap, and divided by the sum
+    of the windows' squares there."""
     win_length = n_fft if win_length is None else win_length
     hop_length = n_fft // 4 if hop_length is None else hop_length
     onesided = input.shape[-2] != n_fft if onesided is None else onesided
@@ -64,7 +65,8 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """Half of log(variance) + squared error / variance; the variance counts as at least `eps`, its gradient is whole."""
+    """`F.gaussian_nll_loss`: half of log(variance) + squared error / variance. The variance is at least `eps` there; its
+    gradient is computed as if that were not so."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not valid")
     if not isinstance(var, Tensor):
