@@ -110,7 +110,9 @@ CHECKS: dict[Any, Callable[[], None]] = {
 
 @pytest.mark.filterwarnings("ignore:Raw SymInt")
 @pytest.mark.parametrize(
-    "row", [row for row in SUBSTITUTIONS if row.target is not None], ids=lambda row: str(row.target)
+    "row",
+    [row for row in SUBSTITUTIONS if row.target is not None],
+    ids=lambda row: getattr(row.target, "__qualname__", str(row.target)),  # without addresses
 )
 def test_every_row_is_needed(row: Substitution, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
