@@ -14,6 +14,7 @@ from gcsolve.cost.devices import get_device
 from gcsolve.cost.workspace import library_bytes, workspace, workspace_bytes
 from gcsolve.ops import run as alone_room
 from gcsolve.ops.peak_meter import PeakMeter
+from gcsolve.util.memo import Memo
 from tests.tracing import CPU, H100, the, traced
 
 aten = torch.ops.aten
@@ -160,7 +161,7 @@ def test_measuring_leaves_no_trace():
 def test_each_signature_runs_once(monkeypatch):
     ran: list[str] = []
     real_run = workspace_room._run
-    monkeypatch.setattr(workspace_room, "_measured", {})
+    monkeypatch.setattr(workspace_room, "_measured", Memo(size=100))
     monkeypatch.setattr(workspace_room, "_run", lambda n, d: (ran.append(str(n.target)), real_run(n, d))[1])
     nodes = traced(lambda x, y: torch.tanh(torch.tanh(x)) + torch.tanh(y), torch.randn(4, 6), torch.randn(4, 6).T.T)
     for node in nodes:
@@ -169,11 +170,11 @@ def test_each_signature_runs_once(monkeypatch):
 
 
 def test_strides_are_part_of_the_signature(monkeypatch):
-    monkeypatch.setattr(workspace_room, "_measured", {})
+    monkeypatch.setattr(workspace_room, "_measured", Memo(size=100))
     nodes = traced(lambda x, y: x.exp() * 0 + y.t().exp(), torch.randn(8, 8), torch.randn(8, 8))
     for node in nodes:
         workspace(node, CPU, measure=True)
-    assert sum("exp" in key[2] for key in workspace_room._measured) == 2
+    assert sum("exp" in signature for _, _, signature in workspace_room._measured) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -203,7 +204,7 @@ def test_matmuls_taken_to_need_none_need_none(dtype):
 
 
 def test_other_matmuls_are_run(monkeypatch):
-    monkeypatch.setattr(workspace_room, "_measured", {})
+    monkeypatch.setattr(workspace_room, "_measured", Memo(size=100))
     overlapping = torch.randn(16).as_strided((8, 8), (1, 1))
     (node,) = traced(torch.mm, overlapping, torch.randn(8, 8))
     assert not workspace_room._is_plain_matmul(node)
@@ -211,7 +212,7 @@ def test_other_matmuls_are_run(monkeypatch):
 
 
 def test_too_large_is_estimated(monkeypatch):
-    monkeypatch.setattr(workspace_room, "_measured", {})
+    monkeypatch.setattr(workspace_room, "_measured", Memo(size=100))
     monkeypatch.setattr(workspace_room, "free_memory_bytes", lambda device: 1000)
     (node,) = traced(lambda x, w: F.conv2d(x, w), torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3))
     found = workspace(node, CPU, measure=True)
@@ -220,7 +221,7 @@ def test_too_large_is_estimated(monkeypatch):
 
 
 def test_too_slow_is_estimated(monkeypatch):
-    monkeypatch.setattr(workspace_room, "_measured", {})
+    monkeypatch.setattr(workspace_room, "_measured", Memo(size=100))
     monkeypatch.setattr(workspace_room, "MAX_SECONDS", 0.0)
     (node,) = traced(torch.exp, torch.randn(4, 4))
     assert not workspace(node, CPU, measure=True).measured

@@ -44,6 +44,7 @@ from gcsolve.ops.run import (
     well_conditioned,
     zeros,
 )
+from gcsolve.util.memo import Memo
 
 aten = torch.ops.aten
 
@@ -80,17 +81,17 @@ def workspace(node: fx.Node, device: DeviceSpec, *, measure: bool) -> Workspace:
         return Workspace(0, measured=True)
     if (measure or target in SIZED_BY_KERNELS) and is_here(device) and may_run(node):
         key = _key(signature(node), device)
-        if key in _measured:
-            return _measured[key]
+        measured = _measured.get(key)
+        if measured is not None:
+            return measured
         if fits(node, free_memory_bytes(device)) and Roofline(device).cost(op_info(node)) <= MAX_SECONDS:
             measured = _run(node, device)
             if measured is not None:
-                _measured[key] = measured
-                return measured
+                return _measured.keep(key, measured)
     return Workspace(_estimate(node, device), measured=False)
 
 
-_measured: dict[Any, Workspace] = {}
+_measured = Memo[Workspace](size=50_000)  # by `_key`
 
 
 def _key(signature: str, device: DeviceSpec) -> tuple[str, int, str]:
@@ -100,7 +101,7 @@ def _key(signature: str, device: DeviceSpec) -> tuple[str, int, str]:
 
 def remember(signature: str, device: DeviceSpec, size_bytes: int) -> None:
     """Record a workspace that an earlier process measured on this machine, as if this process had measured it."""
-    _measured.setdefault(_key(signature, device), Workspace(size_bytes, True))
+    _measured.keep(_key(signature, device), Workspace(size_bytes, True))
 
 
 def _is_plain_matmul(node: fx.Node) -> bool:

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from gcsolve import _torch
-from gcsolve.ops.facts import fake_arguments, named_arguments
+from gcsolve.ops.facts import fake_arguments, is_random, named_arguments
+from gcsolve.ops.own_draws import drawing_from
 
 aten = torch.ops.aten
 
@@ -84,8 +85,9 @@ def run_alone(
 ) -> Any:
     """The answer of `use(run)`, where `run()` calls the op once; None if the op raises for each of `fills`.
 
-    Autocast and all tracing modes are off, and the random state is restored afterwards. The grad mode is on as in a step
-    (a few kernels keep a buffer only then), and no operand requires a gradient.
+    Autocast and all tracing modes are off. A random op draws from a generator of its own, or else the state of the default
+    one is restored afterwards. The grad mode is on as in a step (a few kernels keep a buffer only then), and no operand
+    requires a gradient.
 
     Args:
         node: the op.
@@ -95,13 +97,16 @@ def run_alone(
         copies: the number of sets of operands, which `run()` takes in turn. With 2 or more, the last result of each set is
             kept, so that with enough sets, operands and results are no longer in the caches when their turn comes.
     """
-    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    random_state = _restored_random_state(kind) if draws else contextlib.nullcontext()
+    op: Any = node.target
+    random_state = contextlib.nullcontext()
+    if is_random(node):
+        own = drawing_from(op, torch.Generator(kind))
+        op, random_state = (op, _restored_random_state(kind)) if own is None else (own, random_state)
     with _torch.no_modes(), torch.enable_grad(), _torch.disable_autocast(), random_state:
         for fill in fills:
             try:
                 first = synthetic_arguments(node, kind, fill)
-                return use(_in_turn(node.target, [first, *(_copied(first) for _ in range(copies - 1))]))
+                return use(_in_turn(op, [first, *(_copied(first) for _ in range(copies - 1))]))
             except (RuntimeError, ValueError, NotImplementedError, IndexError, TypeError):
                 continue  # the op refuses these values (a singular matrix), or this build of torch has no kernel for it
     return None

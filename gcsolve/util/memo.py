@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -28,6 +28,10 @@ class Memo(Generic[Value]):
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        with self._lock:
+            return iter(tuple(self._kept))
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept
