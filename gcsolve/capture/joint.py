@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import fx
@@ -202,6 +202,8 @@ def summed_otherwise(joint: Joint) -> frozenset[int]:
                 views_of_result.setdefault(plan.base, set()).add(at)
             case GraphOutput():
                 views_of_result.setdefault(plan.position, set()).add(at)
+            case _:
+                assert_never(plan)
     apart: set[int] = set()
     for index, outputs in views_of_input.items():
         gradient = gradient_of.get(index)

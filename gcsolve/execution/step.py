@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import fx
@@ -81,6 +81,8 @@ class Step:
                     value = _viewed(inputs[plan.input], returned[plan.position])
                 case ViewOfOutput():
                     value = _viewed(returned[plan.base], returned[plan.position])
+                case _:
+                    assert_never(plan)
             outputs.append(value.detach() if value.requires_grad and not differentiable else value)
         return self._guard_unplanned(outputs)
 

@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import assert_never
 
 import torch
 from torch import fx
@@ -442,6 +443,8 @@ class _Lowering:
                     assert viewed is not None
                     yield f"gradient of {path}", view.meta["val"]
                     yield f"gradient of {viewed.name} from its views", viewed.meta["val"]
+                case _:
+                    assert_never(plan)
 
 
 def _fills(storage_of: torch.Tensor, content: torch.Tensor) -> bool:
