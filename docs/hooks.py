@@ -1,8 +1,13 @@
-"""Files outside docs/ that the site shows: the notebooks and two figures, where links from the repository's root lead to."""
+"""Files outside docs/ that the site shows: the notebooks and two figures, where links from the repository's root lead to.
+
+Pages of docs/ link to them with `../`, as GitHub wants it; on the site they lie beside the pages.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
@@ -19,3 +24,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             uri = path.relative_to(ROOT).as_posix()
             files.append(File(uri, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return re.sub(r"\]\(\.\./(?=notebooks/|benchmarks/|docs/)", "](", markdown)
