@@ -21,8 +21,10 @@ class Replay:
 
     `peak_bytes`: largest total, external bytes included; `peak_action`: index of the compute at which it stands.
     `cost`: cost of all runs; `overhead`: (cost - cost of running each node once) / cost of running each node once.
-    `bytes_at`: total bytes while each action runs (a free: after it). `breakdown`: (kind, bytes) at the peak, largest
-    first within external order; it sums to `peak_bytes`.
+    `bytes_at`: one total per action, external bytes included: while a compute runs, or right after a free.
+    `breakdown`: pairs (kind, bytes) of what is live at the peak, which sum to `peak_bytes`. Each kind appears once. The
+    pairs are not sorted by size: first the kinds of external bytes in the order of `graph.external`, then the other
+    kinds of live values in the order of `graph.values`, then workspace (unless a kind of that name came before).
     """
 
     peak_bytes: int
