@@ -35,7 +35,12 @@ NODES = 100_000
 
 @dataclass(frozen=True)
 class AnyBound:
-    """`bound` in overhead; `kept`: what each moment's optimum holds; `moments`: where it looked, tightest first."""
+    """The bound and what was learnt on the way to it.
+
+    `bound`: least overhead of any schedule in this op order. `kept`: for each MILP solved, the values that its optimum
+    has alive. `moments`: the nodes whose moments bound most, tightest relaxation first. `infeasible`: at one moment the
+    budget is too small for every schedule; that moment is then the only one in `moments`.
+    """
 
     bound: float
     kept: tuple[frozenset[int], ...]
@@ -76,13 +81,13 @@ def worst_moments(choices: Choices, budget_bytes: int) -> list[int]:
     run = replay.run(range(len(replay.size)))
     start = max(0, replay.first_backward - 1)
     apart = max(1, (len(run.order) - start) // 24)
-    taken: list[int] = []
+    moments: list[int] = []
     for at in start + np.argsort(-run.bytes_at[start:], kind="stable"):
-        if run.bytes_at[at] <= budget_bytes or len(taken) >= MOMENTS:
+        if run.bytes_at[at] <= budget_bytes or len(moments) >= MOMENTS:
             break
-        if all(abs(int(at) - other) >= apart for other in taken):
-            taken.append(int(at))
-    return taken
+        if all(abs(int(at) - other) >= apart for other in moments):
+            moments.append(int(at))
+    return moments
 
 
 def moment_bound(
@@ -97,7 +102,7 @@ def moment_bound(
     total = problem.total_cost or 1.0
     unit_bytes = max(1.0, (budget_bytes - graph.external_bytes) / BYTE_UNITS)
     model = mathopt.Model(name="moment")
-    now = set(graph.nodes[t].inputs) | set(graph.nodes[t].outputs)
+    used_by_t = set(graph.nodes[t].inputs) | set(graph.nodes[t].outputs)
     needed = [False] * graph.backward_start  # nodes whose rerun after t something may ask for
     for i in reversed(choices.ops):
         needed[i] = any(c.last_native > t or any(needed[j] for j in c.rerun_readers) for c in choices.outputs[i])
@@ -106,21 +111,21 @@ def moment_bound(
     terms, h = {}, {}
     for c in choices.choices.values():
         readers = [j for j in c.rerun_readers if needed[j]]
-        here = c.value in now
+        here = c.value in used_by_t
         if here and t >= graph.backward_start:
             const += c.size_bytes
         if not (c.last_native > t or readers):
             continue
         low, high = (1.0, 1.0) if here or c.fixed == 1 else (0.0, 0.0 if c.fixed == 0 else 1.0)
-        held = model.add_variable(lb=low, ub=high, is_integer=not relax)
-        h[c.value] = held
+        alive = model.add_variable(lb=low, ub=high, is_integer=not relax)
+        h[c.value] = alive
         if not here and c.size_bytes:
-            terms[held] = c.size_bytes / unit_bytes
-        made = None if c.once else r.get(c.producer)
+            terms[alive] = c.size_bytes / unit_bytes
+        rerun = None if c.once else r.get(c.producer)
         if c.last_native > t:
-            model.add_linear_constraint(held + made >= 1.0 if made is not None else held >= 1.0)
+            model.add_linear_constraint(alive + rerun >= 1.0 if rerun is not None else alive >= 1.0)
         for j in readers:
-            model.add_linear_constraint(held + made >= r[j] if made is not None else held >= r[j])
+            model.add_linear_constraint(alive + rerun >= r[j] if rerun is not None else alive >= r[j])
     model.add_linear_constraint(weighted_sum(terms) <= (budget_bytes - const) / unit_bytes + ROW_SLACK)
     model.minimize(weighted_sum({var: problem.cost[i] * UNITS / total for i, var in r.items()}))
     nodes = max(1, NODES // max(1, model.get_num_variables()))
