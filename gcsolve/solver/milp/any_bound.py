@@ -37,8 +37,8 @@ NODES = 100_000
 class AnyBound:
     """The bound and what was learnt on the way to it.
 
-    `bound`: least overhead of any schedule in this op order. `kept`: for each MILP solved, the values that its optimum
-    has alive. `moments`: the nodes whose moments bound most, tightest relaxation first. `infeasible`: at one moment the
+    `bound`: no schedule in this op order has a smaller overhead. `kept`: for each MILP with a solution, the values that
+    it has alive. `moments`: the nodes whose moments bound most, tightest relaxation first. `infeasible`: at one moment the
     budget is too small for every schedule; that moment is then the only one in `moments`.
     """
 
