@@ -15,8 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -326,9 +329,21 @@ _CONTAINERS = (dict, tuple, list)
 def forget_fakes() -> None:
     """Empty every `functools` cache with a fake tensor among its results. Models often cache position tables so, and the
     untouched model would get the fakes."""
-    for cache in gc.get_objects():
+    for cache in itertools.chain(gc.get_objects(), _frozen_functions()):
         if type(cache) is _LRU_CACHE and cache.cache_info().currsize and _has_fake(cache):
             cache.cache_clear()
+
+
+def _frozen_functions() -> Iterator[Any]:
+    """What is in modules, and in classes there, if the garbage collector may not know it: it does not list what `gc.freeze()`
+    has frozen."""
+    if not gc.get_freeze_count():
+        return
+    for module in tuple(sys.modules.values()):
+        for value in tuple(vars(module).values()) if isinstance(module, ModuleType) else ():
+            yield value
+            if issubclass(type(value), type):  # isinstance() would ask the value, which may warn
+                yield from tuple(vars(value).values())
 
 
 def _has_fake(cache: Any) -> bool:
