@@ -425,6 +425,15 @@ def test_comparisons_and_powers_of_numbers_are_those_of_eager() -> None:
     assert_trains_the_same(Of(forward, a=nn.Linear(8, 8)), x(4, 8))
 
 
+def test_torchs_settings_for_compiled_random_ops_are_not_a_plans() -> None:
+    model, inputs = Of(lambda m, x: F.dropout(m.a(x), 0.3), a=nn.Linear(8, 8)), x(4, 8)
+    code = [str(trace(model, (inputs,), {}).joint.graph_module.graph)]
+    with _torch.functorch_config.patch(functionalize_rng_ops=True, backward_pass_autocast="same_as_forward"):
+        code.append(str(trace(model, (inputs,), {}).joint.graph_module.graph))
+        assert _torch.functorch_config.functionalize_rng_ops
+    assert code[0] == code[1]
+
+
 def test_draws_from_the_default_generator_by_others_are_not_undone() -> None:
     states: list[torch.Tensor] = []
 

@@ -5,7 +5,10 @@ alone (`util/by_thread.py`): other threads train, draw and print meanwhile as if
 changes for all threads while it traces is switched off here, or made to act for one thread, too. What cannot be so has
 `Scope.PROCESS`, and its reason says what other threads see of it.
 
-torch's tracing keeps state for the whole process, so only one thread traces at a time; others wait for their turn.
+torch's tracing keeps state for the whole process, so only one thread traces at a time; others wait for their turn. Two
+things that it does to other threads cannot be helped. Autograd's anomaly mode, a switch of C++, is on while backward is
+traced: each op of theirs notes where it was called, which takes time. And a thread that ends a block of autocast, as a trace
+does, ends the casts that autocast keeps of weights for all threads: these are cast anew.
 """
 
 from __future__ import annotations
