@@ -31,7 +31,7 @@ from benchmarks import models
 from benchmarks.main_job import RESULTS, mb, say, table, where
 from gcsolve.problem import Problem
 from gcsolve.solver.base import Certificate
-from gcsolve.solver.minimum import minimum_peak
+from gcsolve.solver.minimum import least_kept_budget
 
 SHARES = (0.7, 0.5, 0.3)
 DEVICE = "a100-80gb"
@@ -131,7 +131,7 @@ def traced(name: str, build: Callable[[], models.Case], folder: Path | None) -> 
 def run_model(name: str, problem: Problem, trace_s: float, limit_s: float) -> dict[str, Any]:
     full = problem.budget_bytes
     graph = problem.graph
-    least = minimum_peak(problem)
+    least = least_kept_budget(problem)
     found: dict[str, Any] = {
         "forward_ops": graph.backward_start,
         "backward_ops": len(graph.nodes) - graph.backward_start,

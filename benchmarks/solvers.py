@@ -33,7 +33,7 @@ from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solver.base import Certificate, Solver
 from gcsolve.solver.front import solve_problem
-from gcsolve.solver.minimum import minimum_peak
+from gcsolve.solver.minimum import least_kept_budget
 from gcsolve.solver.registry import solvers
 from gcsolve.solver.retention import Retention
 
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
         budgets = asked.budget or (list(KNOWN[name]) if asked.store else ["0.8", "0.6", "0.4", "min"])
         rows = []
         for budget in budgets:
-            share = 1.02 * (minimum_peak(problem).bytes - external) / room if budget == "min" else float(budget)
+            share = 1.02 * (least_kept_budget(problem).bytes - external) / room if budget == "min" else float(budget)
             allowed = problem.with_budget(external + round(share * room))
             for solver in asked.solver or (STORED if asked.store else solvers()):
                 if solver == ONE_EPOCH and problem.graph.backward_start == len(problem.graph.nodes):

@@ -36,8 +36,9 @@ from gcsolve.problem import Problem
 from gcsolve.schedule import schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solver.base import Solution, Status
+from gcsolve.solver.floor import peak_floor
 from gcsolve.solver.front import solve_problem
-from gcsolve.solver.minimum import minimum_any_budget, minimum_peak, peak_floor, some_plan
+from gcsolve.solver.minimum import least_budget, least_kept_budget
 from gcsolve.solver.registry import get_solver
 from gcsolve.util.checks import check_limits, flag
 from gcsolve.util.progress import shown
@@ -325,14 +326,15 @@ class Session:
 
     def minimum(self, time_limit_s: float) -> MinimumBudget:
         """The least budgets, searched for `time_limit_s` seconds; see `gcsolve.minimum_budget`."""
-        one_rerun = minimum_peak(self.problem, 0.6 * time_limit_s)
-        least_bytes, floor_bytes = minimum_any_budget(self.problem, one_rerun.bytes, 0.4 * time_limit_s)
-        node = self.problem.graph.nodes[one_rerun.node]
+        one_rerun = least_kept_budget(self.problem, 0.6 * time_limit_s)
+        any_number = least_budget(self.problem, 0.4 * time_limit_s, peak_bytes=one_rerun.bytes)
+        least = min(any_number, one_rerun, key=lambda found: found.bytes)
+        node = self.problem.graph.nodes[least.node]
         return MinimumBudget(
-            bytes=least_bytes,
-            floor_bytes=floor_bytes,
+            bytes=least.bytes,
+            floor_bytes=any_number.floor_bytes,
             one_rerun_bytes=one_rerun.bytes,
-            one_rerun_floor_bytes=one_rerun.lower_bytes,
+            one_rerun_floor_bytes=one_rerun.floor_bytes,
             op=f"{node.name} ({node.op})",
             module=node.module,
             source=node.source,
@@ -386,7 +388,7 @@ def refuse_below_floor(problem: Problem, look_s: float = 0.0) -> None:
         needed = f"what lives at the end of every step alone is {parts} = {size_text(total)}, and {needed}"
     least, advice = None, ". Raise the budget above that"
     if look_s > 0:
-        least = some_plan(problem.with_budget(floor), time.perf_counter() + look_s).peak_bytes
+        least = least_budget(problem, look_s).bytes
         advice = f"; the least budget for which a plan was found is {_exact(least)}. Raise the budget to that"
     raise _refusal(
         f"budget {size_text(problem.budget_bytes)} cannot be met: {needed}{advice}, or make the batch, the model or the "

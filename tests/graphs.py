@@ -116,6 +116,90 @@ def layered(blocks: int, budget_bytes: int) -> Problem:
     return Problem(Graph(tuple(nodes), tuple(values), start, (("parameters", 500),)), tuple(costs), budget_bytes)
 
 
+ForwardOp = tuple[float, int, tuple[int, ...]]
+"""(cost, bytes of its value, the ops that it reads)."""
+
+
+def trained(forward: list[ForwardOp], budget_bytes: int = 0) -> Problem:
+    """`forward` with its backward: the backward op of each op reads its inputs and the gradients of its value that its
+    readers' backward ops made, costs twice as much, and makes a gradient of each input."""
+    nodes = [Node(f"f{i}", tuple(sorted(set(reads))), (i,)) for i, (_, _, reads) in enumerate(forward)]
+    values = [Value(f"x{i}", size, i) for i, (_, size, _) in enumerate(forward)]
+    costs = [cost for cost, _, _ in forward]
+    gradients: list[list[int]] = [[] for _ in forward]
+    for i in reversed(range(len(forward))):
+        cost, _, reads = forward[i]
+        inputs = sorted({*reads, *gradients[i]})
+        outputs = []
+        for u in sorted(set(reads)):
+            outputs.append(len(values))
+            gradients[u].append(len(values))
+            values.append(Value(f"d{i}.{u}", forward[u][1], len(nodes)))
+        nodes.append(Node(f"b{i}", tuple(inputs), tuple(outputs), rerunnable=False))
+        costs.append(2 * cost)
+    return Problem(Graph(tuple(nodes), tuple(values), len(forward)), tuple(costs), budget_bytes)
+
+
+def radiance_field(layers: int = 8, frequencies: int = 6) -> Problem:
+    """A NeRF: many small ops encode a point, wide layers with one skip, small ops render a ray."""
+    ops: list[ForwardOp] = [(1.0, 3, ())]
+    for _ in range(2 * frequencies):
+        ops += [(1.0, 3, (0,)), (1.0, 3, (len(ops),))]  # a product, its sine or cosine
+    ops.append((1.0, 3 * (1 + 2 * frequencies), (0, *range(2, len(ops), 2))))
+    encoded = hidden = len(ops) - 1
+    for layer in range(layers):
+        reads = (hidden, encoded) if layer == layers // 2 else (hidden,)
+        ops += [(64.0, 64, reads), (1.0, 64, (len(ops),))]
+        hidden = len(ops) - 1
+    density = len(ops)
+    ops += [(1.0, 1, (hidden,)), (1.0, 1, (density,)), (64.0, 64, (hidden,)), (32.0, 32, (density + 2, encoded))]
+    ops += [(1.0, 32, (density + 3,)), (1.0, 3, (density + 4,)), (1.0, 3, (density + 5,))]
+    opaque = len(ops)
+    ops += [(1.0, 1, (density + 1,)), (1.0, 1, (opaque,)), (1.0, 1, (opaque + 1,)), (1.0, 1, (opaque, opaque + 2))]
+    ops += [(1.0, 3, (opaque + 3, density + 6)), (1.0, 1, (opaque + 4,))]
+    return trained(ops)
+
+
+def message_passing(layers: int = 3, nodes: int = 8, edges: int = 32) -> Problem:
+    """A PNA: gathered pairs, four aggregations that share their parts, three scalings, and a residual sum a layer."""
+    ops: list[ForwardOp] = [(4.0, nodes, ())]
+    state = 0
+    for _ in range(layers):
+        first = len(ops)
+        ops += [(1.0, edges, (state,)), (1.0, edges, (state,)), (1.0, 2 * edges, (first, first + 1))]
+        ops += [(16.0, edges, (first + 2,)), (1.0, edges, (first + 3,))]
+        message, mean = first + 4, first + 5
+        ops += [(2.0, nodes, (message,)), (1.0, edges, (message,)), (2.0, nodes, (mean + 1,)), (1.0, nodes, (mean,))]
+        ops += [(1.0, nodes, (mean + 2, mean + 3)), (1.0, nodes, (mean + 4,)), (2.0, nodes, (message,))]
+        ops += [(2.0, nodes, (message,)), (1.0, 4 * nodes, (mean, mean + 5, mean + 6, mean + 7))]
+        joined = mean + 8
+        ops += [(1.0, 4 * nodes, (joined,)), (1.0, 4 * nodes, (joined,))]
+        ops += [(1.0, 13 * nodes, (state, joined, joined + 1, joined + 2)), (16.0, nodes, (joined + 3,))]
+        ops += [(2.0, nodes, (joined + 4,)), (1.0, nodes, (joined + 5,)), (1.0, nodes, (state, joined + 6))]
+        state = len(ops) - 1
+    ops.append((1.0, 1, (state,)))
+    return trained(ops)
+
+
+def two_way_recurrence(steps: int = 12, width: int = 4) -> Problem:
+    """A bidirectional GRU, unrolled: two chains of cells of seven small ops over the same inputs, joined at the end."""
+    ops: list[ForwardOp] = [(1.0, steps * width, ())]
+    ops += [(1.0, width, (0,)) for _ in range(steps)]
+    states: list[int] = []
+    for order in (range(steps), reversed(range(steps))):
+        state = len(ops)
+        ops.append((0.5, width, ()))
+        for t in order:
+            a = len(ops)  # input and state to three gates, the gates, their mix
+            ops += [(6.0, 3 * width, (1 + t,)), (6.0, 3 * width, (state,)), (1.0, width, (a, a + 1))]
+            ops += [(1.0, width, (a, a + 1)), (1.0, width, (a + 1, a + 2)), (1.0, width, (a, a + 4))]
+            ops.append((1.0, width, (a + 3, a + 5, state)))
+            state = len(ops) - 1
+            states.append(state)
+    ops += [(1.0, 2 * steps * width, tuple(states)), (4.0, steps, (len(ops),)), (1.0, 1, (len(ops) + 1,))]
+    return trained(ops)
+
+
 def known() -> list[Known]:
     return [
         # At the end of the forward and while its backward node runs: 6 x 4 + 1 = 25 bytes.

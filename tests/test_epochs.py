@@ -20,7 +20,7 @@ from gcsolve.solver.brute_force import BruteForce
 from gcsolve.solver.milp import epochs as _epochs
 from gcsolve.solver.milp.epoch_search import EpochSearch
 from gcsolve.solver.milp.epochs import EpochProgram, OutOfTime
-from gcsolve.solver.minimum import minimum_any_budget
+from gcsolve.solver.minimum import least_budget
 from gcsolve.solver.retention import Retention
 from gcsolve.solver.search.order_repair import mended
 from gcsolve.solver.search.order_replay import OrderReplay
@@ -162,11 +162,11 @@ def test_what_need_not_be_looked_at_takes_nothing_from_the_optimum(
 def test_the_least_budget_of_any_schedule_is_between_its_bounds(problem: Problem):
     assume(len(problem.graph.values) <= 10)
     least = BruteForce().solve(problem.with_budget(0), gap=0.0).least_bytes or 0
-    stored = OrderReplay(problem).run(range(len(problem.graph.nodes))).peak_bytes
-    found, lower = minimum_any_budget(problem, stored)
-    assert lower <= least <= found
-    assert Retention().solve(problem.with_budget(found)).peak_bytes <= found
-    assert found - least <= 1  # the tolerance
+    found = least_budget(problem)
+    assert found.floor_bytes <= least <= found.bytes
+    assert simulate(problem, found.schedule).peak_bytes <= found.bytes
+    assert Retention().solve(problem.with_budget(found.bytes)).peak_bytes <= found.bytes
+    assert found.bytes - least <= 1
 
 
 @settings(max_examples=80, deadline=None)

@@ -19,9 +19,10 @@ from gcsolve.problem import Problem
 from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solver.base import Certificate, Solution, Status
+from gcsolve.solver.floor import peak_floor
 from gcsolve.solver.milp.highs import STRAY_FILTER
 from gcsolve.solver.milp.one_rerun import Choices, Program
-from gcsolve.solver.minimum import minimum_peak, peak_floor
+from gcsolve.solver.minimum import least_kept_budget
 from gcsolve.solver.retention import Retention, _Bounds
 from gcsolve.solver.search.kept_replay import NEVER, KeptReplay
 from tests.graphs import known, layered, training_chain
@@ -133,8 +134,8 @@ def test_what_is_held_for_a_late_rerun_counts_until_then():
 @given(problems())
 def test_the_least_peak_is_what_brute_force_finds(problem: Problem):
     assume(len(droppable(problem)) <= SMALL)
-    least = minimum_peak(problem)
-    assert least.bytes == least.lower_bytes == least_kept_peak(problem)
+    least = least_kept_budget(problem)
+    assert least.bytes == least.floor_bytes == least_kept_peak(problem)
     assert simulate(problem, least.schedule).peak_bytes == least.bytes
     assert peak_floor(problem)[0] <= least.bytes
     assert 0 <= least.node < len(problem.graph.nodes)
@@ -154,7 +155,7 @@ def test_infeasible_says_what_would_fit_and_that_fits():
 
 def test_no_time_never_means_infeasible():
     problem = layered(12, 0)
-    least = minimum_peak(problem).bytes
+    least = least_kept_budget(problem).bytes
     for budget in (least, least + 400):
         solution = Retention().solve(problem.with_budget(budget), time_limit_s=0.0)
         assert solution.status in (Status.TIME_LIMIT, Status.FEASIBLE, Status.OPTIMAL)
@@ -164,7 +165,7 @@ def test_no_time_never_means_infeasible():
 @pytest.mark.parametrize("problem", [layered(8, 0), training_chain(12, 0, size=16)], ids=["layered", "chain"])
 def test_a_falling_budget_never_raises_the_peak_nor_lowers_the_cost(problem: Problem):
     everything = Retention().solve(problem.with_budget(10**9)).peak_bytes
-    least = minimum_peak(problem).bytes
+    least = least_kept_budget(problem).bytes
     budgets = [everything - (everything - least) * k // 7 for k in range(8)]
     plans = [Retention().solve(problem.with_budget(b)) for b in budgets]
     assert all(plan.peak_bytes <= b for plan, b in zip(plans, budgets, strict=True))

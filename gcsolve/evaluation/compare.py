@@ -22,8 +22,8 @@ from gcsolve.report.frontier import Curve, Frontier, draw_frontier
 from gcsolve.report.tables import html_table, text_table
 from gcsolve.session import Session, Settings, StepOptions, infeasible, refuse_below_floor
 from gcsolve.solver.base import Solution, Solver, Status
+from gcsolve.solver.floor import peak_floor
 from gcsolve.solver.front import solve_problem
-from gcsolve.solver.minimum import peak_floor
 from gcsolve.solver.registry import get_solver
 from gcsolve.util.checks import check_limits, flag, whole
 from gcsolve.util.progress import bar

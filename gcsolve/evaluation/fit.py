@@ -26,8 +26,8 @@ from gcsolve.report.timeline import timeline
 from gcsolve.session import Session, Settings, StepOptions, TracedCall, check_request
 from gcsolve.simulate import simulate
 from gcsolve.solver.base import Solver
+from gcsolve.solver.floor import alive_at_least, peak_floor
 from gcsolve.solver.front import solve_problem
-from gcsolve.solver.minimum import alive_at_least, peak_floor
 from gcsolve.util.checks import whole
 from gcsolve.util.factory import RETURNS, FactoryResult, call_factory, factory_name, parameters_of
 from gcsolve.util.progress import shown

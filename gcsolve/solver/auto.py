@@ -12,7 +12,7 @@ from gcsolve.solver.base import ROUNDING, Certificate, Solution, Solver, judged
 from gcsolve.solver.blocks import Blocks
 from gcsolve.solver.chen import Chen
 from gcsolve.solver.greedy import Greedy
-from gcsolve.solver.minimum import peak_floor
+from gcsolve.solver.minimum import least_budget
 from gcsolve.solver.retention import Retention
 from gcsolve.solver.store_all import StoreAll
 from gcsolve.solver.uniform import Uniform, UniformSqrt
@@ -38,9 +38,9 @@ class Auto:
                 found.append(solver.solve(problem, time_limit_s=left(), gap=gap))
         best = min((s for s in found if _fits(s, problem)), key=_rank, default=None)
         begin = best.schedule.order() if best and best.schedule else None
-        proven = Retention(begin=begin).solve(problem, time_limit_s=left(), gap=gap)
+        proven = Retention(begin=begin, find_least=False).solve(problem, time_limit_s=left(), gap=gap)
         if not _fits(proven, problem) and best is None:
-            solved = _with_least(proven, found, problem)
+            solved = _with_least(proven, found, problem, max(1.0, left()))
         elif best is None or (_fits(proven, problem) and proven.overhead <= best.overhead):
             solved = proven
         else:
@@ -72,12 +72,8 @@ def _with_bounds(plan: Solution, proven: Solution, problem: Problem, gap: float)
     )
 
 
-def _with_least(solved: Solution, found: Sequence[Solution], problem: Problem) -> Solution:
-    """When nothing fits: the plan with the least peak, if one goes below what one rerun a value reaches."""
-    if solved.schedule is not None or peak_floor(problem)[0] > problem.budget_bytes:
-        return solved  # a plan, or proven for every schedule
-    least = min(found, key=lambda s: s.peak_bytes)
-    if solved.least_bytes is not None and solved.least_bytes <= least.peak_bytes:
-        return solved
-    proven = {"lower_bound": solved.lower_bound, "certificate": solved.certificate, "any_bound": solved.any_bound}
-    return replace(least, **proven)
+def _with_least(refused: Solution, others: Sequence[Solution], problem: Problem, time_limit_s: float) -> Solution:
+    """`refused`, which has no plan, with the least budget for which this solver has one."""
+    peak_bytes = min((s.peak_bytes for s in others if s.schedule is not None), default=None)
+    least = least_budget(problem, time_limit_s, above_bytes=problem.budget_bytes, peak_bytes=peak_bytes)
+    return replace(refused, least_bytes=least.bytes, least_node=least.node)

@@ -18,7 +18,8 @@ def solve_problem(
     Args:
         problem: graph, costs and budget.
         solver: a name in `gcsolve.solvers()`, or an object with `name` and `solve`.
-        time_limit_s: seconds after which the best plan so far is returned.
+        time_limit_s: seconds after which the best plan so far is returned. Where "auto" and "retention" have none by then,
+            they finish the search for a first one, whose work is counted and not timed.
         gap: (plan cost - bound) / plan cost, over total step cost, at which to stop.
 
     Returns:

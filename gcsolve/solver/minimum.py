@@ -1,147 +1,53 @@
-"""The least peak: how far a budget can fall before no kept set fits, and the op that stops it.
+"""The least budget that has a plan, the op that sets it, and what is proven of lower ones.
 
-Bisection over the budget. A probe asks the MILP of `retention.py` for any plan at that budget (the cost objective
-with a loose gap: it leads to plans much faster than minimising the peak itself), replays it, repairs it, adds the rows
-that overflow, and asks again. A plan lowers the upper end; a proof of infeasibility raises the lower one; a probe that
-runs out of its time share does neither. `minimum_any_budget` does the same with the greedy, the beam and
-`milp/epoch_search.py`, for any number of reruns.
+`least_kept_budget`: with one rerun a value at most. Bisection over the budget. A probe asks the MILP of `retention.py` for any
+plan at that budget (the cost objective with a loose gap: it leads to plans much faster than minimising the peak itself),
+replays it, repairs it, adds the rows that overflow, and asks again. A plan lowers the upper end; a proof of infeasibility
+raises the lower one; a probe that runs out of its time share does neither.
 
-`peak_floor` holds for every schedule. A node takes what it reads, makes and works in, plus what always lives. And whatever
-must be live together was not there together before: when the last of it was made, the rest was live beside what that
-node read. So from a node's inputs one goes back, always to the cheapest of the nodes that may have run last: a search
-for the path with the least bottleneck, cut short where it takes long.
+`least_budget`: with any number of reruns. Bisection over the levels of `first_plan.py`, by the methods that `solve` begins
+with: what is found here at a budget, `solve` finds there again.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from gcsolve.graph import Graph
 from gcsolve.problem import Problem
 from gcsolve.schedule import Schedule, order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solver.blocks import twins
-from gcsolve.solver.greedy import greedy_order, thinned
-from gcsolve.solver.milp.epoch_search import EpochSearch
+from gcsolve.solver.first_plan import FirstPlans
+from gcsolve.solver.floor import peak_floor
 from gcsolve.solver.milp.one_rerun import Choices, Program, add_overflowing
-from gcsolve.solver.search.beam import beam_order
-from gcsolve.solver.search.bitsets import bits, members
 from gcsolve.solver.search.kept_repair import repair, starts
 from gcsolve.solver.search.kept_replay import KeptReplay, KeptRun
-from gcsolve.solver.search.order_replay import OrderReplay, OrderRun
+from gcsolve.solver.search.order_replay import OrderRun
 
 REL_TOLERANCE = 2e-3
 """Stop when the least peak is known to this share of the bytes above the external ones."""
 LOOSE_GAP = 0.01
 TIED_SHARE = 0.3
-PROBE_GAP = 0.005
 PROBE_SHARE = 0.25
 """A probe may take this share of the time that is left."""
-WAYS = 1000
-"""Sets looked at on the ways back from one node."""
-ALL_WAYS = 20_000
-"""... and from all of them."""
 
 
 @dataclass(frozen=True)
-class MinimumPeak:
-    """`bytes` is reached by `schedule` and set by node `node`; no kept set's peak is below `lower_bytes`."""
+class LeastBudget:
+    """`schedule` fits in `bytes`; its peak is at node `node`. No schedule of the class fits below `floor_bytes`."""
 
     bytes: int
-    lower_bytes: int
+    floor_bytes: int
     node: int
     schedule: Schedule
     solve_s: float
 
 
-def peak_floor(problem: Problem) -> tuple[int, int]:
-    """(bytes, node): no schedule's peak is lower than this, because of this node."""
-    graph = problem.graph
-    pinned = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
-    for v, value in enumerate(graph.values):
-        if value.pinned:
-            readers = graph.readers[v]
-            pinned[value.producer] += value.size_bytes
-            pinned[(readers[-1] if readers else value.producer) + 1] -= value.size_bytes
-    always = np.cumsum(pinned)
-    best, best_node = graph.external_bytes, -1
-    for i, node in enumerate(graph.nodes):
-        own = sum(graph.values[v].size_bytes for v in node.inputs + node.outputs if not graph.values[v].pinned)
-        total = graph.external_bytes + int(always[i]) + own + node.workspace_bytes
-        if total > best:
-            best, best_node = total, i
-    ways = _Ways(problem)
-    most = {i: ways.at_most_bytes(i) for i, node in enumerate(graph.nodes) if len(node.inputs) > 1}
-    for i in sorted(most, key=lambda i: (-most[i], i)):
-        if most[i] <= best or ways.looked > ALL_WAYS:
-            break
-        total = ways.bottleneck(i, best)
-        if total > best:
-            best, best_node = total, i
-    return best, best_node
-
-
-def alive_at_least(graph: Graph, node: int) -> list[int]:
-    """The values that are alive in every schedule when `node` runs for the first time: pinned ones still to be read,
-    and its own. -1, no node: none."""
-    if node < 0:
-        return []
-    own = {*graph.nodes[node].inputs, *graph.nodes[node].outputs}
-    pinned = (v for v, value in enumerate(graph.values) if value.pinned and value.producer <= node)
-    own.update(v for v in pinned if graph.readers[v] and graph.readers[v][-1] >= node)
-    return sorted(own)
-
-
-class _Ways:
-    """Backwards from the inputs of a node: sets of values that must be live together."""
-
-    def __init__(self, problem: Problem) -> None:
-        graph = problem.graph
-        self.external_bytes = graph.external_bytes
-        self.size = [v.size_bytes for v in graph.values]
-        self.producer = [v.producer for v in graph.values]
-        self.workspace = [n.workspace_bytes for n in graph.nodes]
-        self.inputs = [bits(n.inputs) for n in graph.nodes]
-        self.outputs = [bits(n.outputs) for n in graph.nodes]
-        self.read_bytes = [sum(self.size[v] for v in n.inputs) for n in graph.nodes]
-        self.own_bytes = [sum(self.size[v] for v in n.inputs + n.outputs) + n.workspace_bytes for n in graph.nodes]
-        self.looked = 0
-
-    def bytes(self, state: int, i: int) -> int:
-        """What is live while i runs to make part of `state`, the rest of which is live."""
-        together = state | self.inputs[i] | self.outputs[i]
-        return self.external_bytes + self.workspace[i] + sum(self.size[v] for v in members(together))
-
-    def at_most_bytes(self, i: int) -> int:
-        """The least that one step back takes is not more."""
-        makers = [self.producer[v] for v in members(self.inputs[i])]
-        return self.external_bytes + self.read_bytes[i] + min(self.own_bytes[q] for q in makers)
-
-    def bottleneck(self, i: int, floor: int) -> int:
-        """Bytes that every way to the inputs of i takes at some moment; `floor` where that is not shown to be more."""
-        start = self.inputs[i]
-        heap = [(floor, 0, start)]
-        seen = {start}
-        while heap:
-            least, _, state = heapq.heappop(heap)
-            self.looked += 1
-            if not state or len(seen) > WAYS:
-                return least
-            for q in dict.fromkeys(self.producer[v] for v in members(state)):
-                back = (state & ~self.outputs[q]) | self.inputs[q]
-                if back not in seen:
-                    seen.add(back)
-                    heapq.heappush(heap, (max(least, self.bytes(state, q)), -len(seen), back))
-        return floor
-
-
-def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
-    """The least peak of any kept set, within `REL_TOLERANCE` unless time runs out; its proven lower bound; its node."""
+def least_kept_budget(problem: Problem, time_limit_s: float = 15.0) -> LeastBudget:
+    """The least peak of a plan that reruns each value at most once, within `REL_TOLERANCE` unless time runs out."""
     started = time.perf_counter()
     deadline = started + 0.95 * time_limit_s
     replay = KeptReplay(problem)
@@ -157,47 +63,59 @@ def minimum_peak(problem: Problem, time_limit_s: float = 15.0) -> MinimumPeak:
     schedule = schedule_from_order(graph, order_from_kept(graph, best.kept))
     peak = simulate(problem, schedule).peak_bytes
     node = int(best.order[int(best.bytes_at.argmax())]) if len(best.order) else 0
-    return MinimumPeak(peak, min(lower, peak), node, schedule, time.perf_counter() - started)
+    return LeastBudget(peak, min(lower, peak), node, schedule, time.perf_counter() - started)
 
 
-def some_plan(problem: Problem, deadline: float) -> OrderRun:
-    """The greedy's plan; where it does not fit, the beam's, if that finds one."""
-    run = greedy_order(problem, deadline=deadline)
-    if run.peak_bytes > problem.budget_bytes:
-        order = beam_order(problem, deadline=deadline)
-        if order is not None:
-            replay = OrderReplay(problem)
-            run = thinned(replay, replay.run(order), deadline)
-    return run
+def least_budget(
+    problem: Problem, time_limit_s: float = 15.0, *, above_bytes: int = 0, peak_bytes: int | None = None
+) -> LeastBudget:
+    """The least budget for which `FirstPlans` has a plan, with any number of reruns.
 
-
-def minimum_any_budget(problem: Problem, known_bytes: int, time_limit_s: float = 15.0) -> tuple[int, int]:
-    """(budget at which a plan with any number of reruns was found, bytes that every schedule needs), by bisection.
-
-    `known_bytes`: a budget that is known to be enough. Between the two, nothing was found or proven in time.
+    Args:
+        time_limit_s: no probe begins that is likely to end later.
+        above_bytes: look for budgets above this only.
+        peak_bytes: of some plan; a budget of that size is probed first.
     """
-    deadline = time.perf_counter() + time_limit_s
-    lower, _ = peak_floor(problem)
-    best, missed = known_bytes, lower - 1
-    tolerance = max(1, int(REL_TOLERANCE * (known_bytes - problem.graph.external_bytes)))
-    while best > missed + tolerance and (left := deadline - time.perf_counter()) > 0:
-        # the floor itself is often enough, and often nearly so
-        aim = lower if missed < lower else (missed + best) // 2
-        run = some_plan(problem.with_budget(aim), time.perf_counter() + PROBE_SHARE * left)
-        if run.peak_bytes <= aim:
-            best = aim
-            continue
-        best = min(best, run.peak_bytes)
-        until = time.perf_counter() + PROBE_SHARE * left
-        search = EpochSearch(problem.with_budget(aim), None, gap=PROBE_GAP, deadline=until, first_plan=True)
-        search.run()
-        if search.best is not None:
-            best = min(best, aim)
-        else:
-            missed = aim
-            if search.infeasible and not search.bursts:
-                lower = aim + 1
-    return best, min(lower, best)
+    started = time.perf_counter()
+    plans = FirstPlans(problem)
+    levels = [level for level in plans.levels if level > above_bytes] or plans.levels[-1:]
+    search = _LevelSearch(levels, plans.store_all, started + time_limit_s)
+    if peak_bytes is not None:
+        search.probe(min(bisect_left(levels, peak_bytes), search.reached), plans.quick)
+    for plan_at in (plans.quick, plans.at):  # each may find plans at levels at which the one before did not
+        search.missed = -1
+        search.probe(0, plan_at)  # the floor itself is often enough
+        search.bisect(plan_at)
+    floor = max([plans.floor_bytes, *(budget + 1 for budget in plans.infeasible)])
+    schedule = schedule_from_order(problem.graph, search.plan.order)
+    node = int(search.plan.order[int(search.plan.bytes_at.argmax())]) if search.plan.order else 0
+    least = min(levels[search.reached], plans.store_all.peak_bytes)
+    return LeastBudget(least, min(floor, least), node, schedule, time.perf_counter() - started)
+
+
+class _LevelSearch:
+    """Bisection: `plan` fits the level at `reached`; at `missed` no plan was found."""
+
+    def __init__(self, levels: list[int], plan: OrderRun, deadline: float) -> None:
+        self.levels, self.plan, self.deadline = levels, plan, deadline
+        self.reached, self.missed = len(levels) - 1, -1
+
+    def probe(self, place: int, plan_at: Callable[[int], OrderRun | None]) -> bool:
+        """Whether there is a plan for the level at `place`."""
+        plan = plan_at(self.levels[place])
+        if plan is None:
+            self.missed = max(self.missed, place)
+            return False
+        self.plan, self.reached = plan, min(self.reached, place)
+        return True
+
+    def bisect(self, plan_at: Callable[[int], OrderRun | None]) -> None:
+        """Probe between `missed` and `reached` until they meet or a probe would end after the deadline."""
+        longest = 0.0
+        while self.reached > self.missed + 1 and time.perf_counter() + longest < self.deadline:
+            started = time.perf_counter()
+            self.probe((self.missed + self.reached) // 2, plan_at)
+            longest = max(longest, time.perf_counter() - started)
 
 
 def _bisect(program: Program, best: KeptRun, lower: int, tolerance: int, deadline: float) -> tuple[KeptRun, int]:

@@ -53,10 +53,12 @@ from gcsolve.schedule import order_from_kept, schedule_from_order
 from gcsolve.simulate import simulate
 from gcsolve.solver.base import ROUNDING, Certificate, Solution, Status, judged, unanswered
 from gcsolve.solver.blocks import twins
+from gcsolve.solver.first_plan import FirstPlans
+from gcsolve.solver.floor import peak_floor
 from gcsolve.solver.milp.any_bound import any_schedule_bound
 from gcsolve.solver.milp.epoch_search import EpochSearch
 from gcsolve.solver.milp.one_rerun import Choices, Program, add_overflowing
-from gcsolve.solver.minimum import minimum_peak, peak_floor, some_plan
+from gcsolve.solver.minimum import least_budget, least_kept_budget
 from gcsolve.solver.search.kept_repair import improve, repair, starts
 from gcsolve.solver.search.kept_replay import KeptReplay, KeptRun
 from gcsolve.solver.search.order_replay import OrderReplay, best_order
@@ -145,8 +147,10 @@ class Retention:
         total = problem.total_cost or 1.0
         now = time.perf_counter()
         proven, whole = False, finish
-        if order is None:
-            run = replay.run(self.begin) if self.begin else some_plan(problem, now + BEGIN_SHARE * (finish - now))
+        if order is None and self.begin is not None:
+            run = replay.run(self.begin)
+        elif order is None:
+            run = FirstPlans(problem).find(deadline=now + BEGIN_SHARE * (finish - now))
         else:
             run = replay.run(order)
             if self.begin is not None:
@@ -157,16 +161,17 @@ class Retention:
             proven = -ROUNDING <= bounds.gap(Certificate.ONE_RERUN, overhead) <= gap + ROUNDING
             if proven:
                 finish = min(finish, now + FINER_SHARE * time_limit_s)
-        fits = run.peak_bytes <= problem.budget_bytes
-        if fits:
+        if run is not None and run.peak_bytes > problem.budget_bytes:
+            run = None
+        if run is not None:
             now = time.perf_counter()
             until = now + RUIN_SHARE * (finish - now)
             enough = total * _enough(bounds.any, gap)
             patience = FIRST_PATIENCE if run.rerun_cost / total - bounds.any < FAR else 1.0
             run = rebuilt(replay, run, deadline=until, enough=enough, patience=patience)
-        if proven and bounds.gap(Certificate.ONE_RERUN, run.rerun_cost / total) < -ROUNDING:
+        if proven and run is not None and bounds.gap(Certificate.ONE_RERUN, run.rerun_cost / total) < -ROUNDING:
             proven, finish = False, whole  # of a plan that beats that class, nothing is proven
-        search = EpochSearch(problem, run if fits else None, gap=gap, deadline=finish, any_bound=bounds.any)
+        search = EpochSearch(problem, run, gap=gap, deadline=finish, any_bound=bounds.any)
         search.run()
         if proven and search.best and bounds.gap(Certificate.ONE_RERUN, search.best.rerun_cost / total) < -ROUNDING:
             proven, finish = False, whole
@@ -189,7 +194,11 @@ class Retention:
     ) -> Solution:
         """No plan was found, or it is proven that the class `impossible` has none: say what budget would do."""
         left = max(1.0, started + time_limit_s - time.perf_counter())
-        least = minimum_peak(problem, time_limit_s=left) if self.find_least else None
+        least = None
+        if self.find_least and self.epochs:
+            least = least_budget(problem, left, above_bytes=problem.budget_bytes)
+        elif self.find_least:
+            least = least_kept_budget(problem, left)
         return unanswered(
             self.name,
             Status.TIME_LIMIT if impossible is None else Status.INFEASIBLE,

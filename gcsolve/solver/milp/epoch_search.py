@@ -29,7 +29,8 @@ TINY_SHARE = 1e-3
 class EpochSearch:
     """`best`: the incumbent; `any_bound`, `bound`: in overhead, for any schedule and for `ASCENDING` ones.
 
-    `any_bound`: what is known already. `first_plan`: stop at the first plan that fits.
+    `any_bound`: what is known already. `first_plan`: stop at the first plan that fits. `tree_nodes`: most nodes of each
+    program's search tree.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class EpochSearch:
         deadline: float,
         any_bound: float = 0.0,
         first_plan: bool = False,
+        tree_nodes: int | None = None,
     ) -> None:
         self.problem = problem
         self.replay = OrderReplay(problem)
@@ -48,6 +50,7 @@ class EpochSearch:
         self.gap = max(gap, 1e-9)
         self.deadline = deadline
         self.first_plan = first_plan
+        self.tree_nodes = tree_nodes
         self.total = problem.total_cost or 1.0
         self.any_bound, self.bound = any_bound, 0.0
         self.infeasible = False
@@ -86,7 +89,7 @@ class EpochSearch:
                 return
             abs_gap = min(abs_gap, max(self.enough(), self.room() / 2))
             limit = ROUND_SHARE * self.left()
-            answer = program.solve(time_limit_s=limit, abs_gap=abs_gap, begin=self.best)
+            answer = program.solve(time_limit_s=limit, abs_gap=abs_gap, begin=self.best, tree_nodes=self.tree_nodes)
             if answer.infeasible:
                 self.infeasible = self.best is None
                 return

@@ -244,12 +244,15 @@ class EpochProgram:
         scaled = {var: k / self.unit_bytes for var, k in terms.items()}
         add_row(self.model, scaled, -math.inf, (self.problem.budget_bytes - const) / self.unit_bytes + ROW_SLACK)
 
-    def solve(self, *, time_limit_s: float, abs_gap: float, begin: OrderRun | None = None) -> EpochAnswer:
-        """Bound and held sets; `abs_gap` in overhead; `begin`: a plan to begin with."""
+    def solve(
+        self, *, time_limit_s: float, abs_gap: float, begin: OrderRun | None = None, tree_nodes: int | None = None
+    ) -> EpochAnswer:
+        """Bound and held sets; `abs_gap` in overhead; `begin`: a plan to begin with; `tree_nodes`: most nodes of the search
+        tree."""
         chosen = {("held", e, v): var for e, at in enumerate(self.H) for v, var in at.items()}
         chosen |= {("again", e, i): var for e, at in enumerate(self.R) for i, var in at.items()}
         hint = self._as_values(begin) if begin else None
-        answer = run_model(self.model, chosen, time_limit_s=time_limit_s, abs_gap=abs_gap, hint=hint)
+        answer = run_model(self.model, chosen, time_limit_s=time_limit_s, abs_gap=abs_gap, nodes=tree_nodes, hint=hint)
         if answer.kept is None:
             return EpochAnswer(answer.bound, None, answer.infeasible)
         held, again = [set[int]() for _ in self.moments], [set[int]() for _ in self.moments]

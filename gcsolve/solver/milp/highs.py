@@ -69,7 +69,7 @@ def run_model(
 
     Args:
         chosen: what each variable decides on; the answer's `kept` are the keys whose variables are 1.
-        time_limit_s: seconds.
+        time_limit_s: seconds; infinite for no limit.
         abs_gap: of the objective / `UNITS`, at which it may stop.
         nodes: the most nodes of the search tree; None: any number.
         hint: a solution to begin with.
@@ -81,7 +81,7 @@ def run_model(
     from ortools.math_opt.python import mathopt
 
     params = mathopt.SolveParameters(
-        time_limit=datetime.timedelta(seconds=max(0.05, time_limit_s)),
+        time_limit=None if math.isinf(time_limit_s) else datetime.timedelta(seconds=max(0.05, time_limit_s)),
         random_seed=0,
         node_limit=nodes,
         absolute_gap_tolerance=abs_gap * UNITS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 
 def bits(values: Iterable[int]) -> int:
@@ -16,25 +16,3 @@ def members(bits: int) -> Iterator[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
-
-
-class Weights:
-    """Sums of weights over sets, a byte of bits at a time."""
-
-    def __init__(self, weights: Sequence[int]) -> None:
-        self.width = (len(weights) + 7) // 8
-        self.tables = [_sums(weights[first : first + 8]) for first in range(0, len(weights), 8)]
-
-    def of(self, bits: int) -> int:
-        """The weight of a set."""
-        return sum(
-            [table[byte] for table, byte in zip(self.tables, bits.to_bytes(self.width, "little"), strict=True) if byte]
-        )
-
-
-def _sums(weights: Sequence[int]) -> list[int]:
-    """By subset of up to eight weights."""
-    sums = [0]
-    for weight in weights:
-        sums += [s + weight for s in sums]
-    return sums

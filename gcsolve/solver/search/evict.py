@@ -2,10 +2,11 @@
 
 Dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with the future known: the score of a live value is
 
-    (cost of making it again, missing inputs included) / (bytes x ops until one that has not run yet reads it)
+    (cost of making it again, missing inputs included)^p / (bytes x ops until one that has not run yet reads it)
 
-and a value that no such op reads is dropped at once. An op whose inputs are gone makes them again first, depth first,
-its other inputs locked. One pass, no search: it finds some plan where budgets are tight and reruns many.
+with p = 1 (with less, bytes weigh more and lower budgets are reached). A value that no such op reads is dropped at once.
+An op whose inputs are gone makes them again first, depth first, its other inputs locked. One pass, no search: it finds
+some plan where budgets are tight and reruns many.
 
 Values that cannot be made again count until their last reader; a later rerun that reads them holds them longer, which
 only the replay sees.
@@ -28,9 +29,9 @@ class _Stuck(Exception):
     """What is locked is too much, the order grew too long, or time is up."""
 
 
-def evicting_order(problem: Problem, *, deadline: float) -> list[int] | None:
-    """An order made by evictions; None when it got stuck."""
-    machine = _Machine(problem, deadline)
+def evicting_order(problem: Problem, *, deadline: float, cost_power: float = 1.0) -> list[int] | None:
+    """An order made by evictions; None when it got stuck. `cost_power`: p above."""
+    machine = _Machine(problem, deadline, cost_power)
     try:
         for t in range(len(problem.graph.nodes)):
             machine.now = t
@@ -41,9 +42,10 @@ def evicting_order(problem: Problem, *, deadline: float) -> list[int] | None:
 
 
 class _Machine:
-    def __init__(self, problem: Problem, deadline: float) -> None:
+    def __init__(self, problem: Problem, deadline: float, cost_power: float) -> None:
         graph = problem.graph
         self.problem, self.graph, self.deadline = problem, graph, deadline
+        self.cost_power = cost_power
         self.live: dict[int, None] = {}  # a set in insertion order
         self.used = graph.external_bytes
         self.locks = [0] * len(graph.values)
@@ -97,7 +99,8 @@ class _Machine:
         for v in self.live:
             if not self.locks[v] and not self.stays[v] and v not in own and self.size[v]:
                 distance = self._distance(v) or 1
-                scored.append((self._again(v, memo, 0) / (self.size[v] * distance), v))
+                cost = self._again(v, memo, 0) ** self.cost_power
+                scored.append((cost / (self.size[v] * distance), v))
         scored.sort()
         for _, v in scored:
             if excess <= 0:

@@ -23,10 +23,9 @@ DEEP = 64
 """A split that takes more reruns than this is not looked at."""
 
 
-def mended(replay: OrderReplay, run: OrderRun, deadline: float) -> OrderRun:
-    """A run that fits the budget, or with as little overflow as splits could reach."""
+def mended(replay: OrderReplay, run: OrderRun, deadline: float, work: int = WORK) -> OrderRun:
+    """A run that fits the budget, or with as little overflow as splits could reach. `work`: nodes replayed at most."""
     budget = replay.problem.budget_bytes
-    work = WORK
     least = max(replay.problem.total_cost, 1e-12) * 1e-6
     for _ in range(STEPS):
         over = run.overflow(budget)
