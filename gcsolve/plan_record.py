@@ -58,7 +58,7 @@ class MinimumBudget:
         floor_bytes: every schedule needs at least this (proven).
         one_rerun_bytes: the least budget found for a plan that recomputes each value at most once, with less overhead.
         one_rerun_floor_bytes: every such plan needs at least this (proven).
-        op, module, source: the op at the peak of the plan for `one_rerun_bytes`, its module path, and the user's line.
+        op, module, source: the op at the peak of the plan for `bytes`, its module path, and the user's line.
     """
 
     bytes: int

@@ -178,7 +178,12 @@ def test_the_whole_steps_peak_is_the_measured_one_and_the_breakdown_sums_to_it(
     model = Wide()
     optimizer = make if make is None or isinstance(make, type) else make(model.parameters())
     plan = gcsolve.solve(
-        model, torch.randn(rows, 64), budget=1.0, solver="store_all", optimizer=optimizer, gradient_accumulation=accumulate
+        model,
+        torch.randn(rows, 64),
+        budget=1.0,
+        solver="store_all",
+        optimizer=optimizer,
+        gradient_accumulation=accumulate,
     )
     assert sum(plan.breakdown.values()) == plan.peak_bytes
     weights = sum(p.numel() * 4 for p in model.parameters())
