@@ -86,6 +86,7 @@ __all__ = [
     "stop_memory_profile",
     "storage_key",
     "tracing",
+    "tracing_here",
     "transform",
     "tree_map_only",
     "view_like",
@@ -246,9 +247,29 @@ def boxed_graph_module(root: Any, graph: fx.Graph, name: str) -> fx.GraphModule:
     return fx.GraphModule(root, graph, name)
 
 
+_of_thread = threading.local()  # `tracing`: this thread traces a step
+
+
+@contextlib.contextmanager
+def tracing_here() -> Iterator[None]:
+    """In this block, this thread is the one that traces."""
+    before = getattr(_of_thread, "tracing", False)
+    _of_thread.tracing = True
+    try:
+        yield
+    finally:
+        _of_thread.tracing = before
+
+
 def no_modes() -> contextlib.AbstractContextManager[Any]:
-    """No tracing, fake or other dispatch mode in this block: tensors made here are real."""
-    return _disable_current_modes()
+    """No tracing, fake or other dispatch mode in this block: tensors made here are real.
+
+    torch keeps the modes that see an op before autograd does for the whole process: a thread that neither traces nor has a
+    mode of its own must leave them alone, for they are another thread's trace.
+    """
+    if getattr(_of_thread, "tracing", False) or torch._C._len_torch_dispatch_stack():
+        return _disable_current_modes()
+    return contextlib.nullcontext()
 
 
 # --- what a trace replaces in torch (`capture/patches.py` says by what, and why): owner and name --------------------------

@@ -505,3 +505,10 @@ def test_torchs_own_warnings_and_logs_are_not_the_users(caplog: pytest.LogCaptur
 
     trace(Of(lambda m, x: Noisy.apply(m.a(x)), a=nn.Linear(8, 8)), (x(4, 8),), {})
     assert not caplog.records
+
+
+def test_a_thread_that_does_not_trace_leaves_the_modes_of_the_process_alone() -> None:
+    """torch keeps some modes for the whole process: switching them off would end another thread's trace."""
+    with _torch.tracing_here():
+        assert not isinstance(_torch.no_modes(), contextlib.nullcontext)
+    assert isinstance(_torch.no_modes(), contextlib.nullcontext)

@@ -115,6 +115,7 @@ def patched(during: During, **given: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if during is During.TRACE:
             stack.enter_context(_ONE_TRACE)
+            stack.enter_context(_torch.tracing_here())
         for row in PATCHES:
             if row.during is during and row.applies() and (not row.needs or given.get(row.needs) is not None):
                 for owner, name in row.places():
