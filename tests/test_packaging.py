@@ -43,3 +43,10 @@ def test_types_are_in_the_wheel() -> None:
     assert "gcsolve/py.typed" in files
     assert "gcsolve/solver/milp/one_rerun.py" in files
     assert not any(file.startswith("tests") for file in files)
+
+
+def test_the_files_that_run_with_the_oldest_torch_exist() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    names = re.search(r'^QUICK="(.*?)"', script, re.MULTILINE | re.DOTALL)
+    assert names is not None
+    assert [name for name in names[1].split() if not (ROOT / name).is_file()] == []
