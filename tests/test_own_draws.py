@@ -48,17 +48,32 @@ def _peak(run: Callable[[], Any]) -> int:
     return meter.peak_bytes
 
 
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 1),
+    "part": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(5, -1),
+    "half precision": lambda x: x.bfloat16().transpose(0, 1),
+}
+
+
+def _laid_out(argument: Any, layout: str) -> Any:
+    return LAYOUTS[layout](argument) if isinstance(argument, torch.Tensor) else argument
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_it_draws_from_that_generator_and_takes_the_same_memory(op: Any) -> None:
+def test_it_draws_from_that_generator_and_takes_the_same_memory(op: Any, layout: str) -> None:
+    arguments = tuple(_laid_out(argument, layout) for argument in OPS[op])
     generator = torch.Generator().manual_seed(3)
     own = drawing_from(op, generator)
     assert own is not None
     before, own_before = torch.get_rng_state(), generator.get_state()
-    results = own(*OPS[op])
+    results = own(*arguments)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(generator.get_state(), own_before)
-    assert _layouts(results) == _layouts(op(*OPS[op]))
-    assert _peak(lambda: own(*OPS[op])) == _peak(lambda: op(*OPS[op]))
+    assert _layouts(results) == _layouts(op(*arguments))
+    assert _peak(lambda: own(*arguments)) == _peak(lambda: op(*arguments))
 
 
 def test_dropout_is_torchs() -> None:

@@ -46,6 +46,6 @@ def _native_dropout(
     """As torch's kernel for the CPU composes it; it has no argument for a generator."""
     if train is False or x.numel() == 0:
         return aten.native_dropout.default(x, p, train)  # draws nothing
-    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    mask = torch.empty_like(x, dtype=torch.bool)
     mask.bernoulli_(1.0 - p, generator=generator)
     return x.mul(mask).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), mask
