@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gcsolve import _torch
 from gcsolve.capture import patches
@@ -423,6 +425,57 @@ def test_comparisons_and_powers_of_numbers_are_those_of_eager() -> None:
         return m.a(x) * (torch.arange(8) * math.pow(2, 3)) * more
 
     assert_trains_the_same(Of(forward, a=nn.Linear(8, 8)), x(4, 8))
+
+
+def test_a_draw_that_forward_takes_back_is_refused() -> None:
+    """The state of the generator does not tell of it."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        state = random.getstate()
+        scale = random.random()
+        random.setstate(state)
+        return m.a(x) * scale
+
+    with pytest.raises(TraceError, match=r"forward draws from random \(random\) at tests/test_patches.py"):
+        trace(Of(forward, a=nn.Linear(8, 8)), (x(4, 8),), {})
+
+
+def test_a_model_is_not_told_that_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has one flag for all threads."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    model = Of(lambda m, x: m.a(x).sin() if torch.compiler.is_compiling() else m.a(x).tanh(), a=nn.Linear(8, 8))
+    graph = trace(model, (x(4, 8),), {}).joint.graph_module.graph
+    assert torch.ops.aten.tanh.default in {node.target for node in graph.nodes}
+    assert torch.compiler.is_compiling()
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_that_torch_remembers_are_neither_traced_nor_lost() -> None:
+    def interpolated(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x, scale_factor=1.7, mode="bilinear")
+
+    def rewritten() -> list[str]:
+        """How a trace of torch's own would write it."""
+        with enable_python_dispatcher(), _Ops() as ops:
+            interpolated(torch.ones(1, 1, 4, 4))
+        return ops.names
+
+    before = rewritten()
+    assert not any("upsample" in name for name in before)
+    graph = trace(
+        Of(lambda m, x: interpolated(m.a(x)), a=nn.Conv2d(1, 1, 3)), (x(1, 1, 8, 8),), {}
+    ).joint.graph_module.graph
+    assert any("upsample_bilinear2d" in str(node.target) for node in graph.nodes)
+    assert rewritten() == before
 
 
 def test_torchs_settings_for_compiled_random_ops_are_not_a_plans() -> None:
